@@ -1,0 +1,43 @@
+PYTHON ?= python3
+VENV := .venv
+VENV_OLD := .venv-0.27.1
+
+# The model lies on the disk, and the engine has nobody to report to.
+export HF_HUB_OFFLINE ?= 1
+export VLLM_NO_USAGE_STATS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help env model demo test test-engines check bench clean
+
+help:  ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+env:  ## virtual environment with the pinned engine, in .venv
+	@$(PYTHON) tools/setup_env.py --venv $(VENV)
+
+model: env  ## SmolLM2-135M-Instruct as a folder, in .models
+	@$(VENV)/bin/python tools/make_model.py
+
+demo: env model  ## serve the model stock and with relay, compare answers and speed
+	$(VENV)/bin/python benchmarks/demo.py
+
+test: env model  ## all tests
+	$(VENV)/bin/python -m pytest tests
+
+test-engines: env model  ## parity with the oldest and the newest CPU engine, each in its own environment
+	@$(PYTHON) tools/setup_env.py --engine 0.27.1 --venv $(VENV_OLD)
+	$(VENV_OLD)/bin/python -m pytest tests/e2e/test_engines.py
+	$(VENV)/bin/python -m pytest tests/e2e/test_engines.py
+
+check: env  ## lint, formatting, types, import rules
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check vllm_relay tests benchmarks tools setup.py
+	$(VENV)/bin/mypy
+	$(VENV)/bin/python tools/check_imports.py
+
+bench: env  ## decode throughput, stock against relay
+	$(VENV)/bin/python benchmarks/bench_decode.py
+
+clean:  ## remove caches and build output; environments and model stay
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find vllm_relay tests benchmarks tools -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,22 @@
+"""For all tests: no model hub, no usage reports, and a reason shown where a GPU is missing."""
+
+import os
+
+import pytest
+
+# Before anything imports vLLM or huggingface_hub: both read these at import.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked ``gpu`` on a machine without a CUDA GPU."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in marked:
+        item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU; torch sees none"))

@@ -1,0 +1,42 @@
+"""Start engines for tests: real ones, in processes of their own, with nothing left behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+SMOLLM2 = ROOT / ".models" / "SmolLM2-135M-Instruct"
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """Environment of an engine process: offline, small KV cache, this repository importable in every process."""
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        **extra,
+    }
+
+
+def run_engine(folder: Path, spec: dict[str, Any], **env: str) -> dict[str, Any]:
+    """Run `run_engine.py` with ``spec``; the engine's log is shown when it fails."""
+    spec_path, result_path = folder / "spec.json", folder / "result.json"
+    spec_path.write_text(json.dumps(spec))
+    result_path.unlink(missing_ok=True)
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("run_engine.py")), spec_path, result_path],
+        env=environment(**env),
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, f"engine failed:\n{done.stdout[-6000:]}"
+    return {**json.loads(result_path.read_text()), "log": done.stdout}

@@ -1,0 +1,70 @@
+"""What tests do inside the engine's processes: force the tokens of a decode, plant errors, read the KV pool.
+
+vLLM loads both classes by name (``logits_processors=``, ``worker_extension_cls=``).
+"""
+
+from typing import Any
+from unittest import mock
+
+import torch
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+
+class ForceTokens(AdapterLogitsProcessor):
+    """Makes a request produce ``extra_args["force"]``; logprobs are taken from the logits before that."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params: Any) -> Any:
+        forced = (params.extra_args or {}).get("force")
+        if forced is None:
+            return None
+
+        def force(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            token = forced[len(output_ids)]
+            masked = torch.full_like(logits, -torch.inf)
+            masked[token] = 0.0
+            return masked
+
+        return force
+
+
+def _wrong_lse(stock: Any) -> Any:
+    def system_attention(*args: Any, **kwargs: Any) -> Any:
+        out, lse = stock(*args, **kwargs)
+        return out, lse + 0.1
+
+    return system_attention
+
+
+def _skipped_block(stock: Any) -> Any:
+    def system_attention(q: Any, k: Any, v: Any, **kwargs: Any) -> Any:
+        return stock(q, k[128:], v[128:], **kwargs)
+
+    return system_attention
+
+
+def _wrong_layout(stock: Any) -> Any:
+    def system_attention(q: Any, k: Any, v: Any, **kwargs: Any) -> Any:
+        tokens, heads, dim = k.shape
+        keys = k.transpose(0, 1).reshape(heads, tokens // 128, 128, dim)
+        scrambled = keys.transpose(2, 3).reshape(heads, tokens, dim).transpose(0, 1)
+        return stock(q, scrambled, v, **kwargs)
+
+    return system_attention
+
+
+PLANTS = {"lse": _wrong_lse, "block": _skipped_block, "layout": _wrong_layout}
+
+
+class WorkerExtension:
+    """Methods for ``llm.collective_rpc``."""
+
+    def plant(self, name: str | None) -> None:
+        """Put an error of `PLANTS` into the relay path, or take it out again."""
+        mock.patch.stopall()
+        if name is not None:
+            from vllm_relay.backend import cpu
+
+            mock.patch.object(cpu, "system_attention", PLANTS[name](cpu.system_attention)).start()

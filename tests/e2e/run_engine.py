@@ -1,0 +1,62 @@
+"""Run one vLLM engine over given prompts in a process of its own: ``run_engine.py SPEC.json RESULT.json``.
+
+SPEC: ``engine`` (arguments of `vllm.LLM`), ``warm_up`` and ``prompts`` (token ids), ``steps``, ``force`` (tokens that each
+request must produce, or null for greedy), ``passes`` (errors of `in_worker.PLANTS` to plant, null for none).
+RESULT: ``counters``, and per pass ``tokens`` and ``logprobs`` of the produced tokens, both [requests][steps].
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def run(spec: dict[str, Any]) -> dict[str, Any]:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        **spec["engine"],
+        logits_processors=["tests.e2e.in_worker:ForceTokens"],
+        worker_extension_cls="tests.e2e.in_worker.WorkerExtension",
+        enforce_eager=True,
+        enable_prefix_caching=True,
+        disable_log_stats=True,
+        seed=0,
+    )
+
+    def generate(prompts: list[list[int]], steps: int, force: list[list[int]] | None) -> list[Any]:
+        params = [
+            SamplingParams(
+                temperature=0,
+                max_tokens=steps,
+                ignore_eos=True,
+                logprobs=1,
+                detokenize=False,
+                extra_args={"force": force[i]} if force else None,
+            )
+            for i in range(len(prompts))
+        ]
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [r.outputs[0] for r in llm.generate(requests, params, use_tqdm=False)]
+
+    generate(spec["warm_up"], 1, None)
+    results = []
+    for name in spec["passes"]:
+        llm.collective_rpc("plant", args=(name,))
+        outputs = generate(spec["prompts"], spec["steps"], spec["force"])
+        results.append(
+            {
+                "tokens": [list(o.token_ids) for o in outputs],
+                "logprobs": [
+                    [step[t].logprob for step, t in zip(o.logprobs, o.token_ids, strict=True)]
+                    for o in outputs
+                ],
+            }
+        )
+    counters = llm.collective_rpc("relay_counters")[0]
+    return {"passes": results, "counters": counters}
+
+
+if __name__ == "__main__":
+    spec_path, result_path = map(Path, sys.argv[1:])
+    result_path.write_text(json.dumps(run(json.loads(spec_path.read_text()))))

@@ -1,0 +1,117 @@
+"""Relay against vLLM's own backend, on the real engine: no further from an fp32 run than vLLM's own bf16 run, times two.
+
+All runs produce the same tokens (those that the fp32 run chose), so log-probabilities are compared position by position.
+The same comparison must fail with an error planted in the relay path, or it would prove nothing.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.e2e.engine import SMOLLM2, run_engine
+from benchmarks.random_model import VOCABULARY, write_random_model
+
+STEPS = 64
+BLOCK = 128
+# tokens of each group's shared prefix, its members, and tokens that each member adds
+GROUPS = ((1000, 14, 40), (640, 10, 97), (300, 8, 130))
+LONERS = 5
+
+pytestmark = pytest.mark.engine
+
+
+def _prompts(tokens: np.ndarray) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts that warm the prefix cache (one per group), and 32 requests in 3 groups plus 5 loners, shuffled."""
+    source = iter(tokens.tolist())
+
+    def take(count: int) -> list[int]:
+        return [next(source) for _ in range(count)]
+
+    warm_up, prompts = [], []
+    for prefix_tokens, members, own_tokens in GROUPS:
+        prefix = take(prefix_tokens)
+        warm_up.append(prefix)
+        prompts += [prefix + take(own_tokens + i) for i in range(members)]
+    prompts += [take(60 + 50 * i) for i in range(LONERS)]
+    order = np.random.default_rng(0).permutation(len(prompts))
+    return warm_up, [prompts[i] for i in order]
+
+
+def _random_tokens(_: Path) -> np.ndarray:
+    return np.random.default_rng(1).integers(3, VOCABULARY, size=20_000)
+
+
+def _text_tokens(model: Path) -> np.ndarray:
+    from transformers import AutoTokenizer
+
+    text = (Path(__file__).parents[2] / "benchmarks" / "text" / "gpl-3.txt").read_text()
+    ids = AutoTokenizer.from_pretrained(model)(text)["input_ids"]
+    return np.array(ids * 3)
+
+
+def _distances(result: dict[str, Any], reference: dict[str, Any]) -> tuple[float, float]:
+    """Root mean square and 99.9th percentile of the differences in log-probability."""
+    assert result["tokens"] == reference["tokens"]
+    difference = np.abs(np.array(result["logprobs"]) - np.array(reference["logprobs"]))
+    return float(np.sqrt((difference**2).mean())), float(np.quantile(difference, 0.999))
+
+
+MODELS = {
+    "mha-64": (8, 8, 64),
+    "gqa-96": (8, 2, 96),
+    "mqa-128": (8, 1, 128),
+    "smollm2": None,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logprobs_stay_within_twice_the_distance_of_vllms_own(name: str, tmp_path: Path) -> None:
+    shape = MODELS[name]
+    if shape is None:
+        model = SMOLLM2
+        warm_up, prompts = _prompts(_text_tokens(model))
+    else:
+        model = write_random_model(tmp_path / "model", *shape)
+        warm_up, prompts = _prompts(_random_tokens(model))
+    spec: dict[str, Any] = {
+        "engine": {
+            "model": str(model),
+            "skip_tokenizer_init": True,
+            "max_model_len": 2048,
+            "max_num_seqs": 64,
+            "max_num_batched_tokens": 4096,
+            "block_size": BLOCK,
+        },
+        "warm_up": warm_up,
+        "prompts": prompts,
+        "steps": STEPS,
+        "force": None,
+        "passes": [None],
+    }
+
+    def run(passes: list[str | None], **engine: Any) -> dict[str, Any]:
+        return run_engine(tmp_path, {**spec, "engine": spec["engine"] | engine, "passes": passes})
+
+    exact = run([None], dtype="float32")["passes"][0]
+    spec["force"] = exact["tokens"]
+    stock = run([None], dtype="bfloat16")
+    relay = run(
+        [None, "lse", "block", "layout"],
+        dtype="bfloat16",
+        attention_backend="relay",
+        additional_config={"relay": {"min_saved_tokens": 0}},
+    )
+
+    counters = relay["counters"]
+    assert stock["counters"]["steps"] == 0
+    assert counters["steps_relayed"] >= 4 * (STEPS - 8)
+    assert counters["groups"] >= 3 * 4 * (STEPS - 8)
+
+    bound = _distances(stock["passes"][0], exact)
+    good, *planted = (_distances(p, exact) for p in relay["passes"])
+    print(f"{name}: rms, p99.9 of stock {bound}, relay {good}, planted {planted}")
+    assert good[0] <= 2 * bound[0] and good[1] <= 2 * bound[1]
+    for rms, _ in planted:
+        assert rms > 2 * bound[0], "the comparison does not see a planted error"

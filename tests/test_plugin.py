@@ -1,0 +1,114 @@
+"""The plugin in processes of its own: what it registers, what survives pickling, what it refuses."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tests.e2e.engine import environment
+from vllm_relay.plugin import check_engine_version
+
+
+def _python(code: str, *, with_log: bool = False) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=environment(VLLM_LOGGING_LEVEL="INFO"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout + (done.stderr if with_log else "")
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.27.1+cpu", "0.32.0", "0.33.1rc1"])
+def test_supported_engines_are_accepted(version: str) -> None:
+    assert check_engine_version(version) is None
+
+
+@pytest.mark.parametrize("version", ["0.25.9", "0.34.0", "1.0.0+cpu", "dev", "0.x"])
+def test_other_engines_are_refused_with_the_range(version: str) -> None:
+    with pytest.raises(RuntimeError, match=r"supports vLLM >= 0\.26, < 0\.34; found " + version[:3]):
+        check_engine_version(version)
+
+
+def test_importing_the_package_loads_neither_torch_nor_vllm() -> None:
+    out = _python("import sys, vllm_relay; print({'torch', 'vllm', 'numpy'} & set(sys.modules))")
+    assert out.strip() == "set()"
+
+
+def test_register_is_idempotent_and_keeps_one_member() -> None:
+    out = _python(
+        """
+        import vllm_relay
+        vllm_relay.register()
+        from vllm.platforms.cpu import CpuPlatform
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum as E
+        member, wrapped = E["RELAY"], CpuPlatform.get_attn_backend_cls.__func__
+        vllm_relay.register()
+        assert E["RELAY"] is member and list(E).count(member) == 1
+        assert CpuPlatform.get_attn_backend_cls.__func__ is wrapped
+        print(member.get_class().__name__, member.get_class().get_name())
+        """
+    )
+    assert out.split()[-2:] == ["RelayBackend", "RELAY"]
+
+
+def test_a_config_can_be_unpickled_where_nothing_is_registered_yet() -> None:
+    out = _python(
+        """
+        import copy, pickle, subprocess, sys
+        import vllm_relay
+        vllm_relay.register()
+        from vllm.config import AttentionConfig
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum as E
+        config = AttentionConfig(backend="Relay")
+        assert copy.deepcopy(config).backend is E["RELAY"]
+        assert pickle.loads(pickle.dumps(E["CPU_ATTN"])) is E["CPU_ATTN"]
+        code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).backend.name)"
+        done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(config), stdout=-1)
+        print(done.stdout.decode())
+        """
+    )
+    assert out.split()[-1] == "RELAY"
+
+
+def test_an_engine_out_of_range_stops_register_with_the_reason() -> None:
+    out = _python(
+        """
+        import vllm
+        vllm.__version__ = "0.99.0"
+        import vllm_relay
+        try:
+            vllm_relay.register()
+        except RuntimeError as error:
+            print(error)
+        """
+    )
+    assert "found 0.99.0" in out and "VLLM_PLUGINS" in out
+
+
+def test_layers_without_a_relay_class_get_vllms_own_and_a_reason() -> None:
+    out = _python(
+        """
+        from types import SimpleNamespace
+        import vllm_relay
+        vllm_relay.register()
+        from vllm.platforms.cpu import CpuPlatform
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum as E
+        plain = SimpleNamespace(use_mla=False, use_sparse=False)
+        print(CpuPlatform.get_attn_backend_cls(E["RELAY"], plain))
+        print(CpuPlatform.get_attn_backend_cls(E["FLASH_ATTN"], plain))
+        mla = SimpleNamespace(use_mla=True, use_sparse=False)
+        try:
+            print(CpuPlatform.get_attn_backend_cls(E["RELAY"], mla))
+        except NotImplementedError as error:  # 0.27 has no MLA on the CPU
+            print(error)
+        """,
+        with_log=True,
+    )
+    assert "vllm_relay.backend.RelayBackend" in out
+    assert "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend" in out
+    assert "MLA" in out
+    assert "relay: not used: multi-head latent attention has no relay path" in out

@@ -1,0 +1,19 @@
+"""vllm-relay: decode attention over shared prefixes, computed once per batch.
+
+Importing this package loads neither torch nor vLLM; `register` is the entry point that vLLM calls in every process.
+"""
+
+__version__ = "0.1.0"
+
+
+def register() -> None:
+    """Make the attention backend ``relay`` known to vLLM (entry point ``vllm.general_plugins``).
+
+    May be called any number of times in any process.
+
+    Raises:
+        RuntimeError: the installed vLLM is outside the supported range.
+    """
+    from vllm_relay import plugin
+
+    plugin.register()

@@ -1,0 +1,95 @@
+"""Counters of what relay did in this process, and the lines it writes to vLLM's log. No vLLM import.
+
+In another process than the engine's workers the counters stay zero; ask the workers:
+``llm.collective_rpc("relay_counters")``.
+"""
+
+import logging
+from dataclasses import asdict, dataclass
+from multiprocessing import util
+
+from vllm_relay.sharing import RelayPlan
+
+# A child of vLLM's own logger: its handlers, format and level apply.
+logger = logging.getLogger("vllm.relay")
+
+
+@dataclass
+class _Counters:
+    steps: int = 0
+    steps_relayed: int = 0
+    groups: int = 0
+    requests: int = 0
+    tokens_shared: int = 0
+    kv_bytes_not_read: int = 0
+
+
+_counters = _Counters()
+_said: set[str] = set()
+_speaks = True
+
+
+def counters() -> dict[str, int]:
+    """What this process counted since it started.
+
+    Returns:
+        steps: attention steps planned. steps_relayed: those with at least one group.
+        groups, requests: sums over relayed steps. tokens_shared: KV tokens of segments, once per group and step.
+        kv_bytes_not_read: KV bytes that vLLM's own path would have read in addition, all layers of this worker.
+    """
+    return asdict(_counters)
+
+
+def count_step(plan: RelayPlan | None, kv_bytes_per_token: int) -> None:
+    """Count one planned step.
+
+    Args:
+        plan: None when nothing is relayed. kv_bytes_per_token: KV bytes of one token over all relayed layers.
+    """
+    _counters.steps += 1
+    if plan is None:
+        return
+    if _counters.steps_relayed == 0:
+        _announce(plan)
+    _counters.steps_relayed += 1
+    _counters.groups += plan.num_groups
+    _counters.requests += len(plan.rows)
+    _counters.tokens_shared += plan.tokens_shared
+    _counters.kv_bytes_not_read += (plan.tokens_stock - plan.tokens_relay) * kv_bytes_per_token
+
+
+def _announce(plan: RelayPlan) -> None:
+    if _speaks:
+        logger.info(
+            "relay: %d requests share %s tokens in %d group%s: %.0f %% fewer KV reads",
+            len(plan.rows),
+            f"{plan.tokens_shared:,}",
+            plan.num_groups,
+            "" if plan.num_groups == 1 else "s",
+            100 * (1 - plan.tokens_relay / plan.tokens_stock),
+        )
+
+
+def say_once(message: str, level: int = logging.WARNING) -> None:
+    """Log ``relay: message`` the first time this process meets it."""
+    if message not in _said:
+        _said.add(message)
+        logger.log(level, "relay: %s", message)
+
+
+def report_at_exit(*, speak: bool) -> None:
+    """Log one line with the counters when this process ends in order. Idempotent.
+
+    Args:
+        speak: False in all but one worker of an engine, whose counters are alike.
+    """
+    global _speaks
+    _speaks = speak
+    if speak and "report" not in _said:
+        _said.add("report")
+        # multiprocessing's finalizers run in spawned and in forked workers; atexit does not run in forked ones.
+        util.Finalize(None, _log_counters, exitpriority=0)
+
+
+def _log_counters() -> None:
+    logger.info("relay: %s", " ".join(f"{name}={value}" for name, value in counters().items()))

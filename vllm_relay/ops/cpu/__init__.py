@@ -1,0 +1,1 @@
+"""Providers for CPU tensors, one op per file."""

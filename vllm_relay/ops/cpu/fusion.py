@@ -1,0 +1,30 @@
+"""Relay fusion in plain torch: few calls, because it runs per layer on small tensors."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def relay_fusion(outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor | None) -> Tensor:
+    """Arguments as `vllm_relay.ops.relay_fusion`, checked there; runs on any device."""
+    if out is None:
+        out = torch.empty_like(outs[0], memory_format=torch.contiguous_format)
+    lse = torch.stack(tuple(lses))
+    # One flag for the whole call: the common step has no empty partial and skips the masking.
+    finite = bool(torch.isfinite(lse).all())
+    if not finite:
+        dead = torch.isinf(lse)
+        outs = [o.masked_fill(d.t().unsqueeze(-1), 0) for o, d in zip(outs, dead, strict=True)]
+        lse.masked_fill_(dead, -torch.inf)
+    weights = torch.softmax(lse, 0)
+    if not finite:
+        # softmax over nothing but -inf is NaN; a NaN that came in as an lse stays one.
+        weights.masked_fill_(dead, 0)
+    # [n, H, T] -> [n, T, H, 1]
+    weights = weights.transpose(1, 2).unsqueeze(-1)
+    # A float32 sum of its own, so that `out` may be one of `outs`.
+    total = outs[0] * weights[0]
+    for partial, weight in zip(outs[1:], weights[1:], strict=True):
+        total.addcmul_(partial.float(), weight)
+    return out.copy_(total)

@@ -1,0 +1,1 @@
+"""Triton kernels, one per file: jit kernel, launcher, public function."""
