@@ -177,23 +177,25 @@ class Process:
                         return True
         return False
 
-    def _wait_group(self, seconds: float) -> bool:
+    def _wait_group(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while self.group_alive() and time.monotonic() < deadline:
             time.sleep(0.1)
-        return not self.group_alive()
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        if self.group_alive():
+            with suppress(ProcessLookupError):  # it may end between the look and the signal
+                os.killpg(self._child.pid, number)
 
     def stop(self) -> None:
         """SIGINT to the child (it ends its own workers), then SIGTERM and SIGKILL to its group."""
         try:
-            if self._child.poll() is None:
-                self._child.send_signal(signal.SIGINT)
-            if not self._wait_group(GRACE[0]) and self.group_alive():
-                os.killpg(self._child.pid, signal.SIGTERM)
-                self._wait_group(GRACE[1])
+            self._child.send_signal(signal.SIGINT)
+            self._wait_group(GRACE[0])
+            self._signal_group(signal.SIGTERM)
+            self._wait_group(GRACE[1])
         finally:  # also when a second Ctrl-C cuts the waiting short
-            if self.group_alive():
-                os.killpg(self._child.pid, signal.SIGKILL)
+            self._signal_group(signal.SIGKILL)
             self._child.wait()
 
 

@@ -12,7 +12,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -20,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import openai
+from chat import Agreement, Answer, agreement, ask, lead, licence_prompt, questions
 from common import (
     MODEL_NAME,
     ROOT,
-    Server,
     bench_serve,
     model_path,
     provenance,
@@ -33,78 +32,24 @@ from common import (
 )
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from tokenizers import Tokenizer
 
-LICENCES = (
-    Path("/usr/share/common-licenses/GPL-3"),
-    Path(__file__).parent / "text" / "gpl-3.txt",
-)
-SYSTEM = "You answer questions about the following licence. Answer briefly.\n\n"
-TOPICS = (
-    "Who wrote this licence?",
-    "What is its version number?",
-    "In which year was it published?",
-    "May I sell copies of the program?",
-    "May I change the program for myself?",
-    "What does 'copyleft' mean?",
-    "What is a 'covered work'?",
-    "What does 'to propagate' mean?",
-    "What does 'to convey' mean?",
-    "What is the 'source code' of a work?",
-    "What is 'object code'?",
-    "What are 'System Libraries'?",
-    "What is the 'Corresponding Source'?",
-    "Does the licence come with a warranty?",
-    "May others change the licence text?",
-    "What does 'free' refer to in 'free software'?",
-    "Can patents make the program proprietary?",
-    "What must I do when I convey verbatim copies?",
-    "Must I mark the files that I changed?",
-    "What is an 'aggregate'?",
-    "What is a 'User Product'?",
-    "What is 'Installation Information'?",
-    "Does the licence apply when I only run the program?",
-    "What are 'additional permissions'?",
-)
 SHOWN = 6  # answers printed in full
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One chat answer: its text, its token ids, and per token the log-probability (nats) and the
-    lead of the chosen token over the second best."""
-
-    text: str
-    tokens: tuple[str, ...]
-    logprobs: tuple[float, ...]
-    leads: tuple[float, ...]
+# What rounding alone makes of this bf16 model's log-probabilities, should the control show none.
+ROUNDING = 0.03  # nats
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one backend did."""
+    """What one backend did; `again` holds the answers of the control, see `run_backend`."""
 
     label: str
     answers: list[Answer]
+    again: list[Answer]
     bench: dict[str, Any]
     counters: dict[str, int]
     sharing: str | None
-
-
-def licence_prompt(tokenizer: Tokenizer, tokens: int) -> str:
-    """The system prompt: the instruction and the first `tokens` tokens of the GPL."""
-    text = next(path for path in LICENCES if path.is_file()).read_text()
-    offsets = tokenizer.encode(text, add_special_tokens=False).offsets
-    return SYSTEM + text[: offsets[min(tokens, len(offsets)) - 1][1]]
-
-
-def questions(count: int) -> list[str]:
-    """`count` different short questions."""
-    rounds = ("", " Give one example.", " Explain it to a child.", " Answer in one sentence.")
-    asked = [topic + extra for extra in rounds for topic in TOPICS]
-    if not 1 <= count <= len(asked):
-        raise ValueError(f"--requests is {count}: from 1 to {len(asked)} questions exist")
-    return asked[:count]
 
 
 def labels(backends: list[str]) -> list[str]:
@@ -114,17 +59,6 @@ def labels(backends: list[str]) -> list[str]:
         name if names.index(name) == i else f"{name}-{names[: i + 1].count(name)}"
         for i, name in enumerate(names)
     ]
-
-
-def parting(first: Answer, second: Answer) -> tuple[int | None, float]:
-    """Index of the first token that differs (None: identical), and the largest difference of
-    log-probabilities (nats) over the tokens before it."""
-    both = min(len(first.tokens), len(second.tokens))
-    differ = (i for i in range(both) if first.tokens[i] != second.tokens[i])
-    same = next(differ, both)
-    identical = same == len(first.tokens) == len(second.tokens)
-    pairs = zip(first.logprobs[:same], second.logprobs[:same], strict=True)
-    return (None if identical else same), max((abs(a - b) for a, b in pairs), default=0.0)
 
 
 def relay_counters(log: str) -> dict[str, int]:
@@ -148,50 +82,14 @@ def human_bytes(count: int) -> str:
     return f"{size:,.2f} TiB"
 
 
-async def ask(
-    server: Server, system: str, asked: list[str], tokens: int, report: Callable[[str], None]
-) -> list[Answer]:
-    """All questions at once, after one warm-up request that fills the prefix cache."""
-    done = 0
-
-    async def one(client: openai.AsyncOpenAI, question: str) -> Answer:
-        nonlocal done
-        reply = await client.chat.completions.create(
-            model=MODEL_NAME,
-            messages=[{"role": "system", "content": system}, {"role": "user", "content": question}],
-            temperature=0,
-            max_completion_tokens=tokens,
-            logprobs=True,
-            top_logprobs=2,
-            extra_body={"return_tokens_as_token_ids": True},
-        )
-        done += 1
-        choice = reply.choices[0]
-        steps = (choice.logprobs and choice.logprobs.content) or []
-        return Answer(
-            text=(choice.message.content or "").strip(),
-            tokens=tuple(s.token for s in steps),
-            logprobs=tuple(s.logprob for s in steps),
-            leads=tuple(s.top_logprobs[0].logprob - s.top_logprobs[-1].logprob for s in steps),
-        )
-
-    async with openai.AsyncOpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300
-    ) as client:
-        report("warm-up request")
-        await one(client, "Hello.")
-        done = 0
-        waiting = asyncio.gather(*(one(client, question) for question in asked))
-        while not waiting.done():
-            report(f"{done} of {len(asked)} answers")
-            await asyncio.wait([waiting], timeout=0.5)
-        return await waiting
-
-
 def run_backend(
     backend: str, label: str, args: argparse.Namespace, folder: Path, console: Console
 ) -> Run:
-    """Serve with `backend`, ask, measure, stop; the counters appear in the log as it stops."""
+    """Serve with `backend`, ask, measure, stop; the counters appear in the log as it stops.
+
+    The first backend answers twice, the second time in batches of half the size: how far it then
+    is from itself is the measure for how far the other may be from it.
+    """
     model = model_path()
     system = licence_prompt(Tokenizer.from_file(str(model / "tokenizer.json")), args.prompt_tokens)
     flags = f"--served-model-name {MODEL_NAME} --attention-backend {backend}"
@@ -203,17 +101,29 @@ def run_backend(
     flags += " --shutdown-timeout 10"
     env = {"VLLM_CPU_KVCACHE_SPACE": str(args.kv_gib)}
     log = folder / f"{label}.log"
+    rounds = [("chat", args.requests)]
+    if label == "stock":
+        rounds.append(("chat again, half at a time", max(1, args.requests // 2)))
     console.print(f"\n[bold]{label}[/]  vllm serve --attention-backend {backend}", highlight=False)
     with ExitStack() as stack:
         with step(console, "server") as report:
             server = stack.enter_context(serving(model, flags.split(), log, env=env, report=report))
-        with step(console, "chat") as report:
-            asked = questions(args.requests)
-            answers = asyncio.run(ask(server, system, asked, args.max_tokens, report))
+        sets = []
+        for title, at_once in rounds:
+            with step(console, title) as report:
+                sent = ask(
+                    server,
+                    system,
+                    questions(args.requests),
+                    at_once=at_once,
+                    tokens=args.max_tokens,
+                    report=report,
+                )
+                sets.append(asyncio.run(sent))
         with step(console, "vllm bench serve") as report:
             bench = bench_serve(server, model, bench_options(args), report)
     text = log.read_text(errors="replace")
-    return Run(label, answers, bench, relay_counters(text), sharing_line(text))
+    return Run(label, sets[0], sets[-1], bench, relay_counters(text), sharing_line(text))
 
 
 def bench_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -232,31 +142,49 @@ def bench_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show_answers(console: Console, asked: list[str], first: Run, second: Run) -> None:
-    """Answers side by side, then how many agree, and where and how narrowly the others part."""
+    """The first answers side by side."""
+    parted = agreement(first.answers, second.answers).partings
     table = Table(title="The same questions", show_lines=True, expand=True)
     table.add_column("question", ratio=2)
     table.add_column(first.label, ratio=4)
     table.add_column(second.label, ratio=4)
-    answers = list(zip(first.answers, second.answers, strict=True))
-    for question, (a, b) in list(zip(asked, answers, strict=True))[:SHOWN]:
-        same = parting(a, b)[0] is None
-        table.add_row(question, a.text, "[dim](the same, token for token)[/]" if same else b.text)
+    rows = list(enumerate(zip(asked, first.answers, second.answers, strict=True)))
+    for i, (question, a, b) in rows[:SHOWN]:
+        other = Text(b.text) if i in parted else Text("(the same, token for token)", style="dim")
+        table.add_row(question, Text(a.text), other)
     console.print(table)
-    parted = [(i, at) for i, (a, b) in enumerate(answers) if (at := parting(a, b)[0]) is not None]
-    agree = len(answers) - len(parted)
-    console.print(f"[bold]{agree} of {len(answers)} answers identical, token for token.[/]")
-    for i, at in parted:
-        where = f"  question {i + 1} parts at token {at + 1}"
-        if at < len(leads := first.answers[i].leads):
-            where += f", where {first.label}'s best token led by {leads[at]:.3f} nats"
-        console.print(where, highlight=False)
-    largest = max(parting(a, b)[1] for a, b in answers)
-    console.print(f"Largest log-probability difference before a parting: {largest:.4f} nats.")
-    if parted:
+
+
+def show_agreement(console: Console, control: Agreement, first: Run, second: Run) -> bool:
+    """How many answers agree, where the others part; whether the second is as close as may be."""
+    other = agreement(first.answers, second.answers)
+    table = Table(title=f"Agreement with the {other.answers} answers of {first.label}")
+    for heading in ("", "identical answers", "mean log-prob difference", "largest"):
+        table.add_column(heading, justify="right" if heading else "left")
+    rows = {f"{first.label}, asked again, half at a time": control, second.label: other}
+    for name, found in rows.items():
+        count = f"{found.identical} of {found.answers}"
+        table.add_row(name, count, f"{found.mean:.4f} nats", f"{found.largest:.4f} nats")
+    console.print(table)
+    if other.partings:
+        pairs = list(zip(first.answers, second.answers, strict=True))
+        leads = {i: lead(*pairs[i], at) for i, at in other.partings.items()}
+        places = [f"{i + 1}: {at + 1} ({leads[i]:.3f})" for i, at in other.partings.items()]
         console.print(
-            "[dim]A small bf16 model often has two best tokens that nearly tie; another order of "
-            "summation then flips the choice.[/]"
+            f"Where {second.label} parts from {first.label}, as question: token (how far the best "
+            f"token led there, nats)\n  {', '.join(places)}\n[dim]Small bf16 models often have two "
+            "tokens that nearly tie; another order of summation flips the choice.[/]",
+            highlight=False,
         )
+    allowed = 2 * max(control.mean, ROUNDING)
+    close: bool = other.mean <= allowed
+    verdict = "[green]passed" if close else "[red]failed"
+    console.print(
+        f"{verdict}:[/] {second.label} differs from {first.label} by {other.mean:.4f} nats, at most "
+        f"{allowed:.4f} (twice what rounding does) are allowed",
+        highlight=False,
+    )
+    return close
 
 
 def show_numbers(console: Console, first: Run, second: Run) -> None:
@@ -277,16 +205,19 @@ def show_numbers(console: Console, first: Run, second: Run) -> None:
     for run in (first, second):
         if run.sharing:
             console.print(f"{run.label}: {run.sharing}", highlight=False)
+        if run.counters.get("steps_relayed") == 0:
+            console.print(f"[yellow]{run.label}: sharing did not pay in any step of this load.[/]")
         if run.counters:
             counts = ", ".join(f"{k} {v:,}" for k, v in run.counters.items())
             console.print(f"[dim]{run.label}: {counts}[/]", highlight=False)
 
 
 def csv_rows(runs: list[Run], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row per backend: the load, the medians, the agreement with the first, the counters."""
+    """One row per backend: the load, the medians, the agreement with the first (of the first: with
+    itself, asked again), the counters."""
     rows = []
     for run in runs:
-        pairs = [parting(a, b) for a, b in zip(runs[0].answers, run.answers, strict=True)]
+        close = agreement(runs[0].answers, run.again if run is runs[0] else run.answers)
         rows.append(
             {
                 "backend": run.label,
@@ -295,8 +226,8 @@ def csv_rows(runs: list[Run], args: argparse.Namespace) -> list[dict[str, Any]]:
                 "ttft_median_ms": f"{run.bench['median_ttft_ms']:.3f}",
                 "tpot_median_ms": f"{run.bench['median_tpot_ms']:.3f}",
                 "output_tokens_per_s": f"{run.bench['output_throughput']:.3f}",
-                "answers_identical": sum(at is None for at, _ in pairs),
-                "max_logprob_difference": f"{max(difference for _, difference in pairs):.6f}",
+                "answers_identical": close.identical,
+                "mean_logprob_difference": f"{close.mean:.6f}",
                 **run.counters,
             }
         )
@@ -315,7 +246,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny numbers: does it run at all?")
     args = parser.parse_args(argv)
     if args.quick:
-        args.requests, args.prompt_tokens, args.max_tokens = 4, 600, 8
+        args.requests, args.prompt_tokens, args.max_tokens = 8, 1500, 8
     limits = {"requests": 96, "prompt_tokens": 7500, "max_tokens": 256, "kv_gib": 1024}
     for name, high in limits.items():
         if not 1 <= (value := getattr(args, name)) <= high:
@@ -356,6 +287,10 @@ def main() -> int:
         (folder / f"{run.label}-answers.json").write_text(json.dumps(saved, indent=1))
     console.print()
     show_answers(console, questions(args.requests), *runs)
+    console.print()
+    if not show_agreement(console, agreement(runs[0].answers, runs[0].again), *runs):
+        console.print(f"No speed is shown for wrong answers. Logs and answers: {folder}")
+        return 1
     console.print()
     show_numbers(console, *runs)
     rows, prov = csv_rows(runs, args), provenance()

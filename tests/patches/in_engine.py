@@ -1,7 +1,7 @@
-"""What test_patches.py runs in processes of their own, against the installed vLLM or the patched copy.
+"""What test_patches.py runs in processes of their own, against the installed or the patched vLLM.
 
-Usage: ``python in_engine.py send|receive|platform|generate OUT.json [ARG ...]``. Which vLLM it meets is decided by
-PYTHONPATH; every answer names the one it met.
+Usage: ``python in_engine.py send|receive|platform|generate OUT.json [ARG ...]``. PYTHONPATH decides
+which vLLM it meets; every answer names the one it met.
 """
 
 import copy
@@ -16,7 +16,7 @@ PATHS = {"PLAIN": "pkg.one.Backend", "SAME_PATH": "pkg.one.Backend", "BARE": "pk
 
 
 def send(pickles: str) -> dict[str, Any]:
-    """Register members of both enums and write them, pickled in every way a config can be, to `pickles`."""
+    """Register members of both enums and write them, pickled in several ways, to `pickles`."""
     import cloudpickle
     from vllm.config.attention import AttentionConfig
     from vllm.v1.attention.backends.registry import (
@@ -50,7 +50,7 @@ def send(pickles: str) -> dict[str, Any]:
 
 
 def receive(pickles: str) -> dict[str, Any]:
-    """Unpickle in a process that registered nothing; then register, as a plugin that loads later does."""
+    """Unpickle in a process that registered nothing; then register, as a plugin does later."""
     from vllm.v1.attention.backends.registry import (
         AttentionBackendEnum,
         MambaAttentionBackendEnum,
@@ -80,7 +80,7 @@ def receive(pickles: str) -> dict[str, Any]:
 
 
 def platform() -> dict[str, Any]:
-    """What `CpuPlatform.get_attn_backend_cls` answers, by selected backend: a class path, or the error."""
+    """What `CpuPlatform.get_attn_backend_cls` answers, by case: a class path, or the error."""
     import torch
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -117,7 +117,7 @@ def platform() -> dict[str, Any]:
 
 
 def generate(model: str) -> dict[str, Any]:
-    """Two greedy answers over one shared prefix, with the backend `relay` in a spawned engine process."""
+    """Two greedy answers over one shared prefix, by `relay` in a spawned engine process."""
     from vllm import LLM, SamplingParams
 
     facts = " ".join(
@@ -149,7 +149,6 @@ if __name__ == "__main__":
     import vllm
 
     command, out, *arguments = sys.argv[1:]
-    answer = {"send": send, "receive": receive, "platform": platform, "generate": generate}[
-        command
-    ](*arguments)
+    commands = {"send": send, "receive": receive, "platform": platform, "generate": generate}
+    answer = commands[command](*arguments)
     Path(out).write_text(json.dumps({"vllm": vllm.__file__} | answer))

@@ -1,6 +1,7 @@
-"""The patches of `patches/` apply strictly to this vLLM, close their gap, and leave the rest as it was.
+"""The patches of `patches/` apply strictly to this vLLM, close their gap and leave the rest alone.
 
-A copy of the installed package (symlinks, but for the patched files) stands first on the path of child processes.
+A copy of the installed package (symlinks, but for the patched files) stands first on the module
+search path of child processes.
 """
 
 import functools
@@ -95,7 +96,7 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with two vLLM plugins: `relay`, and `plain`, which registers the backend and works around nothing."""
+    """A directory with two vLLM plugins: ours, and `plain`, which registers and patches nothing."""
     folder = tmp_path_factory.mktemp("plugins")
     (folder / "plain_plugin.py").write_text(
         "def register():\n"
@@ -109,7 +110,9 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: relay-patch-test\nVersion: 0\n")
     (info / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nrelay_under_test = vllm_relay:register\nplain = plain_plugin:register\n"
+        "[vllm.general_plugins]\n"
+        "relay_under_test = vllm_relay:register\n"
+        "plain = plain_plugin:register\n"
     )
     return folder
 
@@ -117,7 +120,7 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _run(
     out: Path, command: str, *arguments: object, path: tuple[Path, ...] = (), **env: str
 ) -> Any:
-    """Run `in_engine.py` with `path` in front of the module search path; return its answer, and its log as `log`."""
+    """Run `in_engine.py` with `path` first on the module search path; return its answer and log."""
     search = os.pathsep.join(str(entry) for entry in (*path, ROOT))
     # No model hub, no usage report, and no plugin but those a test asks for.
     quiet = {
@@ -134,7 +137,10 @@ def _run(
         timeout=300,
     )
     log = done.stdout + done.stderr
-    assert done.returncode == 0, f"{command} failed:\n{log[-6000:]}"
+    if done.returncode:
+        # The cause stands in a worker's log, far above the front end's traceback.
+        causes = [line for line in log.splitlines() if "Error" in line]
+        pytest.fail("\n".join([f"{command} failed:", *causes, log[-4000:]]), pytrace=False)
     answer = json.loads(out.read_text()) | {"log": log}
     expected = next((entry / "vllm" for entry in path if (entry / "vllm").is_dir()), INSTALLED)
     assert Path(answer["vllm"]) == expected / "__init__.py", (
@@ -163,7 +169,7 @@ def test_a_moved_target_fails_loudly(patch: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def exchange(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Any, Any]]:
-    """Register and pickle in one process, unpickle in another: both answers, by what stands on the path."""
+    """Pickle in one process, unpickle in another: both answers, by what stands on the path."""
 
     @functools.cache
     def run(*path: Path) -> tuple[Any, Any]:
@@ -204,7 +210,7 @@ def test_registered_members_survive_pickling(
 def test_without_the_patch_they_do_not(exchange: Callable[..., tuple[Any, Any]]) -> None:
     found = exchange()[1]["found"]
     assert "'pkg.one.Backend' is not a valid AttentionBackendEnum" in found[0]
-    # A member from the decorator has the value of TORCH_SDPA, the empty string, and arrives as that.
+    # A member from the decorator has the value of TORCH_SDPA, "", and arrives as that.
     assert found[3][1] == "TORCH_SDPA"
 
 
@@ -248,10 +254,10 @@ def unpatched_texts(plugins: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def _generate(tmp_path: Path, plugin: str, *path: Path) -> list[str]:
-    """Greedy texts from an engine process that is spawned, so that its config travels as a pickle."""
+    """Greedy texts from an engine process that is spawned: its config travels as a pickle."""
     if not MODEL.is_dir():
         pytest.skip(f"no model at {MODEL.relative_to(ROOT)}: run tools/make_model.py")
-    spawn = {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn", "VLLM_PLUGINS": plugin}
+    spawn = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_PLUGINS": plugin}
     answer = _run(tmp_path / "texts.json", "generate", MODEL, path=path, **spawn)
     assert answer["counters"]["steps"] > 0, (
         f"the relay backend did not run:\n{answer['log'][-4000:]}"
@@ -265,5 +271,5 @@ def _generate(tmp_path: Path, plugin: str, *path: Path) -> list[str]:
 def test_engine_on_the_patched_copy(
     plugin: str, patched: Path, plugins: Path, unpatched_texts: list[str], tmp_path: Path
 ) -> None:
-    """`relay_under_test`: the plugin as it is. `plain`: its workarounds are dead once both patches are upstream."""
+    """Ours as it is; and `plain`: with both patches, the workarounds of ours are not needed."""
     assert _generate(tmp_path, plugin, patched, plugins) == unpatched_texts

@@ -1,4 +1,4 @@
-"""A small model of vLLM's scheduler and block pool: real KV content, and a truth kept apart from it.
+"""A small model of vLLM's scheduler and block pool: real KV content, and the truth kept apart.
 
 Like vLLM: full blocks are found again by all tokens up to their end, also by requests of the same
 step and after their owner is gone; freed blocks keep their content until they are handed out again;
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 BLOCK_SIZE = 4
-NUM_BLOCKS = 48  # too few for all requests: preemption and eviction are part of the game
+NUM_BLOCKS = 32  # too few for all requests: preemption and eviction are part of the game
 MAX_COLUMNS = 14
 MAX_RUNNING = 8
 KV_HEADS, HEAD_SIZE = 1, 32
@@ -53,8 +53,8 @@ class SimulatedPool:
         self.rng = np.random.default_rng(seed)
         self.noise = torch.Generator().manual_seed(seed)
         shape = (NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_SIZE)
-        self.key_cache = torch.randn(shape, generator=self.noise)
-        self.value_cache = torch.randn(shape, generator=self.noise)
+        self.key_cache = torch.full(shape, torch.nan)
+        self.value_cache = torch.full(shape, torch.nan)
         self.table = self.rng.integers(
             1, NUM_BLOCKS, (MAX_RUNNING + 3, MAX_COLUMNS), dtype=np.int32
         )

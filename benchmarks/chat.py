@@ -1,0 +1,168 @@
+"""Chats about one long system prompt: what is asked, how it is sent, how answers compare."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+from common import MODEL_NAME, Server
+from tokenizers import Tokenizer
+
+LICENCES = (
+    Path("/usr/share/common-licenses/GPL-3"),
+    Path(__file__).parent / "text" / "gpl-3.txt",
+)
+SYSTEM = "You answer questions about the following licence. Answer briefly.\n\n"
+TOPICS = (
+    "Who wrote this licence?",
+    "What is its version number?",
+    "In which year was it published?",
+    "May I sell copies of the program?",
+    "May I change the program for myself?",
+    "What does 'copyleft' mean?",
+    "What is a 'covered work'?",
+    "What does 'to propagate' mean?",
+    "What does 'to convey' mean?",
+    "What is the 'source code' of a work?",
+    "What is 'object code'?",
+    "What are 'System Libraries'?",
+    "What is the 'Corresponding Source'?",
+    "Does the licence come with a warranty?",
+    "May others change the licence text?",
+    "What does 'free' refer to in 'free software'?",
+    "Can patents make the program proprietary?",
+    "What must I do when I convey verbatim copies?",
+    "Must I mark the files that I changed?",
+    "What is an 'aggregate'?",
+    "What is a 'User Product'?",
+    "What is 'Installation Information'?",
+    "Does the licence apply when I only run the program?",
+    "What are 'additional permissions'?",
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One chat answer: its text, its token ids, and per token the log-probability (nats) and the
+    lead of the chosen token over the second best."""
+
+    text: str
+    tokens: tuple[str, ...]
+    logprobs: tuple[float, ...]
+    leads: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How close two sets of answers to the same questions are.
+
+    `partings` maps the index of an answer to the index of its first differing token; `mean` and
+    `largest` are over the differences of log-probabilities (nats) up to there, see `agreement`.
+    """
+
+    answers: int
+    partings: dict[int, int]
+    mean: float
+    largest: float
+
+    @property
+    def identical(self) -> int:
+        return self.answers - len(self.partings)
+
+
+def licence_prompt(tokenizer: Tokenizer, tokens: int) -> str:
+    """The system prompt: the instruction and the first `tokens` tokens of the GPL."""
+    text = next(path for path in LICENCES if path.is_file()).read_text()
+    offsets = tokenizer.encode(text, add_special_tokens=False).offsets
+    return SYSTEM + text[: offsets[min(tokens, len(offsets)) - 1][1]]
+
+
+def questions(count: int) -> list[str]:
+    """`count` different short questions."""
+    rounds = ("", " Give one example.", " Explain it to a child.", " Answer in one sentence.")
+    asked = [topic + extra for extra in rounds for topic in TOPICS]
+    if not 1 <= count <= len(asked):
+        raise ValueError(f"--requests is {count}: from 1 to {len(asked)} questions exist")
+    return asked[:count]
+
+
+def parting(first: Answer, second: Answer) -> int | None:
+    """Index of the first token that differs, one past the shorter answer included; None without."""
+    both = min(len(first.tokens), len(second.tokens))
+    differ = next((i for i in range(both) if first.tokens[i] != second.tokens[i]), both)
+    return None if differ == len(first.tokens) == len(second.tokens) else differ
+
+
+def lead(first: Answer, second: Answer, at: int) -> float:
+    """How far the model preferred its token where two answers part: near 0 for a tie."""
+    return (first if at < len(first.leads) else second).leads[at]
+
+
+def agreement(first: list[Answer], second: list[Answer]) -> Agreement:
+    """Compare answers pair by pair. Up to a parting both models saw the same text, so their
+    log-probabilities compare; the token they part at counts with its lead, so that answers which
+    part at once and for no close call are far apart, not unknown."""
+    partings, differences = {}, []
+    for i, (a, b) in enumerate(zip(first, second, strict=True)):
+        at = parting(a, b)
+        same = len(a.tokens) if at is None else at
+        pairs = zip(a.logprobs[:same], b.logprobs[:same], strict=True)
+        differences += [abs(x - y) for x, y in pairs]
+        if at is not None:
+            partings[i] = at
+            differences.append(lead(a, b, at))
+    mean = sum(differences) / max(1, len(differences))
+    return Agreement(len(first), partings, mean, max(differences, default=0.0))
+
+
+async def ask(
+    server: Server,
+    system: str,
+    asked: list[str],
+    *,
+    at_once: int,
+    tokens: int,
+    report: Callable[[str], None],
+) -> list[Answer]:
+    """Send all questions, `at_once` at a time, after a warm-up that fills the prefix cache."""
+    done = 0
+    places = asyncio.Semaphore(at_once)
+
+    async def one(client: openai.AsyncOpenAI, question: str) -> Answer:
+        nonlocal done
+        async with places:
+            reply = await client.chat.completions.create(
+                model=MODEL_NAME,
+                messages=[
+                    {"role": "system", "content": system},
+                    {"role": "user", "content": question},
+                ],
+                temperature=0,
+                max_completion_tokens=tokens,
+                logprobs=True,
+                top_logprobs=2,
+                extra_body={"return_tokens_as_token_ids": True},
+            )
+        done += 1
+        choice = reply.choices[0]
+        steps = (choice.logprobs and choice.logprobs.content) or []
+        best = [sorted((top.logprob for top in s.top_logprobs), reverse=True) for s in steps]
+        return Answer(
+            text=" ".join((choice.message.content or "").split()),
+            tokens=tuple(s.token for s in steps),
+            logprobs=tuple(s.logprob for s in steps),
+            leads=tuple(first - second for first, second, *_ in best),
+        )
+
+    async with openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300
+    ) as client:
+        report("warm-up request")
+        await one(client, "Hello.")
+        done = 0
+        waiting = asyncio.gather(*(one(client, question) for question in asked))
+        while not waiting.done():
+            report(f"{done} of {len(asked)} answers")
+            await asyncio.wait([waiting], timeout=0.5)
+        return await waiting

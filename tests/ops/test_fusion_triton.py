@@ -1,0 +1,39 @@
+"""The Triton fusion kernel: its arithmetic under the interpreter, and that it compiles for CUDA.
+
+Both run in processes of their own: the interpreter is chosen by an environment variable that must
+not reach other tests.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+pytest.importorskip("triton", reason="needs triton")
+
+
+def run(*command: str, **env: str) -> None:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path, **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_under_the_interpreter():
+    cases = str(HERE / "interpreted_fusion.py")
+    run("-m", "pytest", "-q", "-p", "no:cacheprovider", cases, TRITON_INTERPRET="1")
+
+
+def test_compiles_for_cuda():
+    run(str(HERE / "compiled_fusion.py"), TRITON_INTERPRET="0")
