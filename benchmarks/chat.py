@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import openai
-from common import MODEL_NAME, Server
 from tokenizers import Tokenizer
+
+from benchmarks.common import MODEL_NAME, Server
 
 LICENCES = (
     Path("/usr/share/common-licenses/GPL-3"),

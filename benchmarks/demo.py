@@ -19,8 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import openai
-from chat import Agreement, Answer, agreement, ask, lead, licence_prompt, questions
-from common import (
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from tokenizers import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.chat import Agreement, Answer, agreement, ask, lead, licence_prompt, questions
+from benchmarks.common import (
     MODEL_NAME,
     ROOT,
     bench_serve,
@@ -30,10 +37,6 @@ from common import (
     step,
     write_csv,
 )
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-from tokenizers import Tokenizer
 
 SHOWN = 6  # answers printed in full
 # What rounding alone makes of this bf16 model's log-probabilities, should the control show none.
@@ -83,12 +86,18 @@ def human_bytes(count: int) -> str:
 
 
 def run_backend(
-    backend: str, label: str, args: argparse.Namespace, folder: Path, console: Console
+    backend: str,
+    label: str,
+    args: argparse.Namespace,
+    folder: Path,
+    console: Console,
+    *,
+    control: bool,
 ) -> Run:
     """Serve with `backend`, ask, measure, stop; the counters appear in the log as it stops.
 
-    The first backend answers twice, the second time in batches of half the size: how far it then
-    is from itself is the measure for how far the other may be from it.
+    With `control` it answers twice, the second time in batches of half the size: how far it then
+    is from itself is the measure for how far another backend may be from it.
     """
     model = model_path()
     system = licence_prompt(Tokenizer.from_file(str(model / "tokenizer.json")), args.prompt_tokens)
@@ -102,7 +111,7 @@ def run_backend(
     env = {"VLLM_CPU_KVCACHE_SPACE": str(args.kv_gib)}
     log = folder / f"{label}.log"
     rounds = [("chat", args.requests)]
-    if label == "stock":
+    if control:
         rounds.append(("chat again, half at a time", max(1, args.requests // 2)))
     console.print(f"\n[bold]{label}[/]  vllm serve --attention-backend {backend}", highlight=False)
     with ExitStack() as stack:
@@ -180,8 +189,8 @@ def show_agreement(console: Console, control: Agreement, first: Run, second: Run
     close: bool = other.mean <= allowed
     verdict = "[green]passed" if close else "[red]failed"
     console.print(
-        f"{verdict}:[/] {second.label} differs from {first.label} by {other.mean:.4f} nats, at most "
-        f"{allowed:.4f} (twice what rounding does) are allowed",
+        f"{verdict}:[/] {second.label} differs from {first.label} by {other.mean:.4f} nats, "
+        f"at most {allowed:.4f} (twice what rounding does) are allowed",
         highlight=False,
     )
     return close
@@ -228,7 +237,7 @@ def csv_rows(runs: list[Run], args: argparse.Namespace) -> list[dict[str, Any]]:
                 "output_tokens_per_s": f"{run.bench['output_throughput']:.3f}",
                 "answers_identical": close.identical,
                 "mean_logprob_difference": f"{close.mean:.6f}",
-                **run.counters,
+                **{f"relay_{name}": count for name, count in run.counters.items()},
             }
         )
     return rows
@@ -263,7 +272,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     if not args.keep_logs:
         (ROOT / ".demo" / ".gitignore").write_text("*\n")
-    started = time.monotonic()
+    started, names = time.monotonic(), labels(args.backends)
     console.print(
         f"{args.requests} concurrent chats, one system prompt of {args.prompt_tokens:,} tokens, "
         f"two servers in turn.\nLogs and results: {folder}",
@@ -271,8 +280,8 @@ def main() -> int:
     )
     try:
         runs = [
-            run_backend(backend, label, args, folder, console)
-            for backend, label in zip(args.backends, labels(args.backends), strict=True)
+            run_backend(backend, label, args, folder, console, control=i == 0)
+            for i, (backend, label) in enumerate(zip(args.backends, names, strict=True))
         ]
     except (RuntimeError, OSError, openai.OpenAIError) as error:
         console.print(f"\n[red]failed:[/] {type(error).__name__}", highlight=False)

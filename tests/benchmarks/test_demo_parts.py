@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import chat
-import common
-import demo
+from benchmarks import chat, common, demo
 
 HEALTHY_LOG = """\
 (Worker pid=7) INFO 01-01 00:00:00 [metrics.py:9] 24 requests share 3,968 tokens in 1 group: 90 %
@@ -99,6 +96,17 @@ def test_options_out_of_range_are_refused(
 
 def test_quick_is_small() -> None:
     assert demo.parse(["--quick"]).prompt_tokens < demo.parse([]).prompt_tokens
+
+
+def test_csv_rows_keep_the_load_apart_from_the_counters() -> None:
+    bench = {"median_ttft_ms": 1.0, "median_tpot_ms": 2.0, "output_throughput": 3.0}
+    first, other = [answer("ab", -0.1, -0.2)], [answer("ab", -0.1, -0.4)]
+    stock = demo.Run("stock", first, first, bench, {}, None)
+    relay = demo.Run("relay", other, other, bench, {"requests": 99}, None)
+    rows = demo.csv_rows([stock, relay], demo.parse(["--requests", "7"]))
+    assert [row["requests"] for row in rows] == [7, 7]
+    assert [row["mean_logprob_difference"] for row in rows] == ["0.000000", "0.100000"]
+    assert rows[1]["relay_requests"] == 99
 
 
 def test_csv_carries_provenance_and_never_overwrites(tmp_path: Path) -> None:

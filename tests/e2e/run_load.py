@@ -15,7 +15,7 @@ import numpy as np
 
 BLOCK = 128
 POOL = 26
-WAVES = 24
+WAVES = 20
 
 
 def wave(index: int, vocabulary: int) -> tuple[list[list[int]], int]:
@@ -30,7 +30,7 @@ def wave(index: int, vocabulary: int) -> tuple[list[list[int]], int]:
         prefix = tokens(BLOCK * int(rng.integers(1, 3)) + int(rng.integers(0, BLOCK)))
         prompts += [prefix + tokens(int(rng.integers(1, 60))) for _ in range(members)]
     prompts.append(tokens(300))
-    return prompts, 150 if index % 4 == 3 else 12
+    return prompts, 330 if index % 8 == 3 else 12
 
 
 def run(spec: dict[str, Any]) -> dict[str, Any]:

@@ -53,10 +53,15 @@ def test_given_out():
     assert wide[:, :, 72:].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", inputs.DTYPES, ids=str)
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_out_may_be_a_partial(which):
-    outs, lses = inputs.partials(3, 5, 3, 64, torch.bfloat16)
+def test_out_may_be_a_partial(which, dtype):
+    outs, lses = inputs.partials(3, 5, 3, 64, dtype)
     lses[which][:, 0] = -inputs.INF
+    outs[which][0] = inputs.NAN
+    exact = reference.relay_fusion(outs, lses)
+    inputs.assert_fused(relay_fusion(outs, lses, out=outs[which]), exact)
+    outs, lses = inputs.partials(3, 5, 3, 64, dtype)
     exact = reference.relay_fusion(outs, lses)
     inputs.assert_fused(relay_fusion(outs, lses, out=outs[which]), exact)
 

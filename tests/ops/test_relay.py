@@ -91,6 +91,13 @@ def test_queries_are_causal_to_the_end(queries, head_size):
     check(problem(4, queries, 7, [(1, 30), (2, 11)], head_size=head_size))
 
 
+def test_scale():
+    arguments = problem(4, 2, 5, [(1, 30), (2, 11)])
+    got = relay_attention(**arguments, scale=0.31)
+    # Scores are linear in q: 0.31 is 2.48 times the default of 64 ** -0.5.
+    assert_relayed(got, arguments | {"q": arguments["q"] * (0.31 * 8)})
+
+
 def test_no_own_tokens():
     check(problem(4, 1, 0, [(1, 30), (2, 11)]))
 

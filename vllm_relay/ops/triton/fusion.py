@@ -45,8 +45,8 @@ def _relay_fusion_kernel(  # type: ignore[no-untyped-def]
         lse = tl.load(at, mask=head_ok, other=float("-inf"))
         # +inf means "attended to nothing", as -inf does.
         lse = tl.where(lse == float("inf"), float("-inf"), lse)
-        # A NaN has to reach the result, and tl.maximum drops it unless told.
-        peak = tl.maximum(peak, lse, propagate_nan=tl.PropagateNan.ALL)
+        # May drop a NaN; it reaches the result through its weight below.
+        peak = tl.maximum(peak, lse)
     # -inf - -inf is NaN: with no live partial, subtract 0 and let every weight be exp(-inf).
     peak = tl.where(peak == float("-inf"), 0.0, peak)
 
