@@ -1,9 +1,10 @@
-"""Decode throughput of relay against vLLM's own backend: two real engines in one run, measured in turns.
+"""Decode throughput of relay against vLLM's own backend: two real engines, measured in turns.
 
     python benchmarks/bench_decode.py --shared 8192 2048 0 --save
 
-The model has 4 layers, 16 query and 16 KV heads of size 128 (the shape attention weighs most in) and random weights of realistic
-scale. ``--shared 0`` is a batch with nothing shared: what the plugin costs when it cannot help.
+The model has 4 layers, 16 query and 16 KV heads of size 128 (the shape attention weighs most in)
+and random weights of realistic scale. ``--shared 0`` is a batch with nothing shared: what the
+plugin costs when it cannot help.
 """
 
 import argparse
@@ -25,8 +26,9 @@ from benchmarks.common import OFFLINE, ROOT, provenance, write_csv
 from benchmarks.random_model import VOCABULARY, write_random_model
 
 BACKENDS = {"stock": "CPU_ATTN", "relay": "relay"}
-# Greedy tokens of two bf16 paths part at near-ties; before that their log-probabilities may differ by rounding only.
-# The proof of exactness is tests/e2e/test_parity.py; this catches a run that measured nonsense.
+# Greedy tokens of two bf16 paths part at near-ties; before that their log-probabilities may differ
+# by rounding only. The proof of exactness is tests/e2e/test_parity.py; this catches a run that
+# measured nonsense.
 AGREEMENT = 0.1
 
 Answer = list[tuple[int, float]]
@@ -56,8 +58,8 @@ class Engine:
         """Produce ``steps`` tokens for each prompt at once.
 
         Returns:
-            tokens per second from the moment every request has its second token, and for each request its
-            ``(token, log-probability)`` pairs.
+            tokens per second from the moment every request has its second token, and for each
+            request its ``(token, log-probability)`` pairs.
         """
         from vllm import SamplingParams
 
@@ -87,7 +89,9 @@ class Engine:
 
 
 def agreement(ours: list[Answer], theirs: list[Answer]) -> float:
-    """Root mean square of log-probability differences over the tokens before two greedy answers part."""
+    """Root mean square of log-probability differences over the tokens before two greedy answers
+    part.
+    """
     squares = []
     for a, b in zip(ours, theirs, strict=True):
         for (token, logprob), (other, other_logprob) in zip(a, b, strict=True):
@@ -133,14 +137,25 @@ def measure(engines: dict[str, Engine], shared: int, args: argparse.Namespace) -
         "ratio_min": round(min(ratios), 4),
         "ratio_max": round(max(ratios), 4),
         "steps_relayed": after["steps_relayed"] - before["steps_relayed"],
-        "kv_gib_not_read": round((after["kv_bytes_not_read"] - before["kv_bytes_not_read"]) / 2**30, 2),
+        "kv_gib_not_read": round(
+            (after["kv_bytes_not_read"] - before["kv_bytes_not_read"]) / 2**30, 2
+        ),
         "logprob_rms": round(worst, 5),
     }
 
 
 def show(console: Console, rows: list[dict[str, Any]]) -> None:
     table = Table(title="Decode throughput, tokens per second (medians)")
-    for heading in ("shared", "requests", "stock", "relay", "ratio", "min to max", "KV not read", "logprob rms"):
+    for heading in (
+        "shared",
+        "requests",
+        "stock",
+        "relay",
+        "ratio",
+        "min to max",
+        "KV not read",
+        "logprob rms",
+    ):
         table.add_column(heading, justify="right")
     for r in rows:
         table.add_row(
@@ -158,8 +173,16 @@ def show(console: Console, rows: list[dict[str, Any]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shared", type=int, nargs="+", default=[8192, 2048, 0], help="shared tokens, one case each")
-    parser.add_argument("--own", type=int, default=64, help="tokens each request adds to the prefix")
+    parser.add_argument(
+        "--shared",
+        type=int,
+        nargs="+",
+        default=[8192, 2048, 0],
+        help="shared tokens, one case each",
+    )
+    parser.add_argument(
+        "--own", type=int, default=64, help="tokens each request adds to the prefix"
+    )
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--steps", type=int, default=48, help="tokens each request produces")
     parser.add_argument("--repeats", type=int, default=7, help="measured rounds per case")
@@ -177,7 +200,9 @@ def main() -> int:
         rows = []
         for shared in args.shared:
             rows.append(measure(engines, shared, args))
-            console.print(f"  {shared:,} shared tokens: ratio {rows[-1]['ratio']:.3f}", highlight=False)
+            console.print(
+                f"  {shared:,} shared tokens: ratio {rows[-1]['ratio']:.3f}", highlight=False
+            )
     wrong = [r for r in rows if not r["logprob_rms"] <= AGREEMENT]
     if wrong:
         console.print(f"[red]answers differ, no speed is reported:[/] {wrong}")

@@ -285,7 +285,7 @@ def main() -> int:
         ]
     except (RuntimeError, OSError, openai.OpenAIError) as error:
         console.print(f"\n[red]failed:[/] {type(error).__name__}", highlight=False)
-        console.print(str(error), markup=False, highlight=False)
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         console.print(f"Logs: {folder}", highlight=False)
         return 1
     except KeyboardInterrupt:

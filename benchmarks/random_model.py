@@ -1,4 +1,6 @@
-"""Small Llama models with random weights of realistic scale: attention is peaked and moves the output."""
+"""Small Llama models with random weights of realistic scale: attention is peaked and moves the
+output.
+"""
 
 import json
 from pathlib import Path
@@ -15,7 +17,10 @@ _SHARP = 3.0
 
 
 def write_random_model(folder: Path, num_heads: int, num_kv_heads: int, head_size: int) -> Path:
-    """Write ``config.json`` and ``model.safetensors`` (bf16); returns the folder. Same arguments, same weights."""
+    """Write ``config.json`` and ``model.safetensors`` (bf16); returns the folder.
+
+    Same arguments, same weights.
+    """
     hidden, intermediate = num_heads * head_size, 2 * num_heads * head_size
     generator = torch.Generator().manual_seed(head_size)
 

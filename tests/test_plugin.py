@@ -1,4 +1,6 @@
-"""The plugin in processes of its own: what it registers, what survives pickling, what it refuses."""
+"""The plugin in processes of its own: what it registers, what survives pickling, what it
+refuses.
+"""
 
 import subprocess
 import sys
@@ -29,7 +31,9 @@ def test_supported_engines_are_accepted(version: str) -> None:
 
 @pytest.mark.parametrize("version", ["0.25.9", "0.34.0", "1.0.0+cpu", "dev", "0.x"])
 def test_other_engines_are_refused_with_the_range(version: str) -> None:
-    with pytest.raises(RuntimeError, match=r"supports vLLM >= 0\.26, < 0\.34; found " + version[:3]):
+    with pytest.raises(
+        RuntimeError, match=r"supports vLLM >= 0\.26, < 0\.34; found " + version[:3]
+    ):
         check_engine_version(version)
 
 

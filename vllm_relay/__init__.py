@@ -1,6 +1,7 @@
 """vllm-relay: decode attention over shared prefixes, computed once per batch.
 
-Importing this package loads neither torch nor vLLM; `register` is the entry point that vLLM calls in every process.
+Importing this package loads neither torch nor vLLM; `register` is the entry point that vLLM calls
+in every process.
 """
 
 __version__ = "0.1.0"

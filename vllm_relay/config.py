@@ -10,14 +10,17 @@ class RelayConfig:
     """Settings of the relay backend.
 
     vLLM passes them through its own option for out-of-tree components:
-    ``--additional-config '{"relay": {"max_copy_gib": 4}}'`` or ``LLM(additional_config={"relay": {...}})``.
+    ``--additional-config '{"relay": {"max_copy_gib": 4}}'`` or ``LLM(additional_config={"relay":
+    {...}})``.
 
     Attributes:
-        enabled: False keeps the backend selected but every step on vLLM's own path (for comparisons).
-        min_saved_tokens: a group is relayed when it saves at least this many KV token reads per step and layer,
-            ``(members - 1) * shared tokens``. It stands where a fitted cost model will decide.
-        max_copy_gib: CPU only. Upper bound, in GiB per worker and KV cache group, of the row-major copies of shared
-            segments; a group that does not fit stays on vLLM's own path.
+        enabled: False keeps the backend selected but every step on vLLM's own path (for
+            comparisons).
+        min_saved_tokens: a group is relayed when it saves at least this many KV token reads per
+            step and layer, ``(members - 1) * shared tokens``. It stands where a fitted cost model
+            will decide.
+        max_copy_gib: CPU only. Upper bound, in GiB per worker and KV cache group, of the row-major
+            copies of shared segments; a group that does not fit stays on vLLM's own path.
     """
 
     enabled: bool = True
@@ -47,5 +50,7 @@ class RelayConfig:
         known = [f.name for f in fields(cls)]
         unknown = sorted(set(given) - set(known))
         if unknown:
-            raise ValueError(f"unknown relay setting {', '.join(unknown)}; known: {', '.join(known)}")
+            raise ValueError(
+                f"unknown relay setting {', '.join(unknown)}; known: {', '.join(known)}"
+            )
         return cls(**given)

@@ -1,4 +1,4 @@
-"""Counters of what relay did in this process, and the lines it writes to vLLM's log. No vLLM import.
+"""Counters of what relay did in this process, and the lines it writes to vLLM's log.
 
 In another process than the engine's workers the counters stay zero; ask the workers:
 ``llm.collective_rpc("relay_counters")``.
@@ -34,8 +34,10 @@ def counters() -> dict[str, int]:
 
     Returns:
         steps: attention steps planned. steps_relayed: those with at least one group.
-        groups, requests: sums over relayed steps. tokens_shared: KV tokens of segments, once per group and step.
-        kv_bytes_not_read: KV bytes that vLLM's own path would have read in addition, all layers of this worker.
+        groups, requests: sums over relayed steps. tokens_shared: KV tokens of segments, once per
+            group and step.
+        kv_bytes_not_read: KV bytes that vLLM's own path would have read in addition, all layers of
+            this worker.
     """
     return asdict(_counters)
 
@@ -44,7 +46,8 @@ def count_step(plan: RelayPlan | None, kv_bytes_per_token: int) -> None:
     """Count one planned step.
 
     Args:
-        plan: None when nothing is relayed. kv_bytes_per_token: KV bytes of one token over all relayed layers.
+        plan: None when nothing is relayed. kv_bytes_per_token: KV bytes of one token over all
+            relayed layers.
     """
     _counters.steps += 1
     if plan is None:
@@ -87,7 +90,8 @@ def report_at_exit(*, speak: bool) -> None:
     _speaks = speak
     if speak and "report" not in _said:
         _said.add("report")
-        # multiprocessing's finalizers run in spawned and in forked workers; atexit does not run in forked ones.
+        # multiprocessing's finalizers run in spawned and in forked workers; atexit does not run in
+        # forked ones.
         util.Finalize(None, _log_counters, exitpriority=0)
 
 

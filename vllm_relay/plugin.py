@@ -1,6 +1,7 @@
 """The one place that touches vLLM's registries and the one place that patches anything.
 
-What differs between engine versions is written here too, so that the backend reads the same for all of them.
+What differs between engine versions is written here too, so that the backend reads the same for all
+of them.
 """
 
 import functools
@@ -44,8 +45,8 @@ def check_engine_version(version: str) -> None:
 def _range_error(version: str) -> str:
     (lo, hi), (lo2, hi2) = SUPPORTED
     return (
-        f"vllm-relay supports vLLM >= {lo}.{hi}, < {lo2}.{hi2}; found {version}. Install a matching pair, "
-        "or start vLLM without this plugin: VLLM_PLUGINS=''."
+        f"vllm-relay supports vLLM >= {lo}.{hi}, < {lo2}.{hi2}; found {version}. "
+        "Install a matching pair, or start vLLM without this plugin: VLLM_PLUGINS=''."
     )
 
 
@@ -58,8 +59,10 @@ def _engine_version() -> str:
 def backend_member() -> Any:
     """The enum member ``AttentionBackendEnum.RELAY``; registers it on first use in this process.
 
-    It is also what an unpickled config calls: an engine process that is spawned reads its config before vLLM loads
-    plugins there, and an enum member is otherwise pickled by its value, which that process does not know yet.
+    It is also what an unpickled config calls: an engine process that is spawned reads its config
+        before vLLM loads
+    plugins there, and an enum member is otherwise pickled by its value, which that process does not
+    know yet.
     """
     from vllm.v1.attention.backends import registry
 
@@ -89,7 +92,7 @@ def _add_member(enum: Any, name: str, value: str) -> Any:
 
 
 def _honour_backend_on_cpu() -> None:
-    """Wrap ``CpuPlatform.get_attn_backend_cls``, which otherwise logs and returns CPU_ATTN whatever was selected.
+    """Wrap ``CpuPlatform.get_attn_backend_cls``, which returns CPU_ATTN whatever was selected.
 
     Not needed once patches/0001 is upstream; harmless then.
     """
@@ -116,7 +119,10 @@ def _honour_backend_on_cpu() -> None:
 
 
 def _no_backend_reason(selector: Any) -> str | None:
-    """Why no relay backend class exists for these layers, or None. Finer limits are per layer, in the backend."""
+    """Why no relay backend class exists for these layers, or None.
+
+    Finer limits are per layer, in the backend.
+    """
     if selector.use_mla:
         return "multi-head latent attention has no relay path"
     if selector.use_sparse:
@@ -125,8 +131,9 @@ def _no_backend_reason(selector: Any) -> str | None:
 
 
 def _add_worker_method() -> None:
-    """``llm.collective_rpc("relay_counters")``: the counters live in the workers, out of reach otherwise."""
+    """``llm.collective_rpc("relay_counters")``: the counters live in the workers, out of reach
+    otherwise.
+    """
     from vllm.v1.worker.worker_base import WorkerBase
 
     WorkerBase.relay_counters = lambda self: metrics.counters()
-

@@ -1,4 +1,6 @@
-"""The layout found by writing numbered tokens reads every layout that the engine's own kernel writes."""
+"""The layout found by writing numbered tokens reads every layout that the engine's own kernel
+writes.
+"""
 
 import pytest
 import torch
@@ -45,7 +47,9 @@ def test_copies_are_the_tokens_that_were_written(
         key, value = torch.randn(2, tokens, HEADS, head_size).to(dtype)
         cache = torch.zeros(BLOCKS, HEADS, block_size, 2 * head_size, dtype=dtype)
         write(key, value, cache, torch.arange(tokens))
-        keys, values = (torch.full((HEADS, 2 * block_size, head_size), torch.nan).to(dtype) for _ in "kv")
+        keys, values = (
+            torch.full((HEADS, 2 * block_size, head_size), torch.nan).to(dtype) for _ in "kv"
+        )
         layout.copy_rows(cache, [3, 1], keys, values)
         wanted = torch.cat([torch.arange(block_size) + b * block_size for b in (3, 1)])
         assert torch.equal(keys, key[wanted].transpose(0, 1))

@@ -1,4 +1,6 @@
-"""The LSE recovered from sinks: fused outputs stay within the rounding of the kernel's dtype, whatever the magnitudes."""
+"""The LSE recovered from sinks: fused outputs stay within the rounding of the kernel's dtype,
+whatever the magnitudes.
+"""
 
 import pytest
 import torch
@@ -24,7 +26,9 @@ class Kernel:
 
 
 def _case(dtype: torch.dtype, distance: float, spread: float, size: float = 0.3) -> tuple:
-    """Exact context and system partials whose LSEs differ by about ``distance``, and by ``spread`` among rows."""
+    """Exact context and system partials whose LSEs differ by about ``distance``, and by ``spread``
+    among rows.
+    """
     g = torch.Generator().manual_seed(int(distance * 10 + spread))
     system_lse = torch.randn(HEADS, ROWS, generator=g, dtype=torch.float64) * spread + 20
     lse = system_lse + distance + torch.randn(HEADS, ROWS, generator=g, dtype=torch.float64)
@@ -43,7 +47,8 @@ def test_the_fused_output_moves_by_less_than_its_rounding(
     assert not unknown.any() and found.shape == (HEADS, ROWS) and found.dtype == torch.float32
     exact = reference.relay_fusion([system_out, out], [system_lse, lse])
     fused = reference.relay_fusion([system_out, out], [system_lse, found.double()])
-    # half a rounding of the weight, and that of an LSE held in fp32 (contract 3), times the distance of the partials
+    # half a rounding of the weight, and that of an LSE held in fp32 (contract 3), times the
+    # distance of the partials
     scale = (system_out - out).abs().amax()
     rounding = torch.finfo(dtype).eps / 2 + lse.abs().amax() * torch.finfo(torch.float32).eps / 4
     assert (fused - exact).abs().max() <= scale * rounding

@@ -1,4 +1,4 @@
-"""What tests do inside the engine's processes: force the tokens of a decode, plant errors, read the KV pool.
+"""What tests do inside the engine's processes: force tokens, plant errors, watch copies.
 
 vLLM loads both classes by name (``logits_processors=``, ``worker_extension_cls=``).
 """
@@ -11,7 +11,10 @@ from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 
 class ForceTokens(AdapterLogitsProcessor):
-    """Makes a request produce ``extra_args["force"]``; logprobs are taken from the logits before that."""
+    """Makes a request produce ``extra_args["force"]``.
+
+    Logprobs are taken from the logits before that.
+    """
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -87,7 +90,9 @@ class WorkerExtension:
     """Methods for ``llm.collective_rpc``."""
 
     def watch(self, guarded: bool) -> None:
-        """Count stale reads of copies from now on; not ``guarded``: with the guard against them taken out."""
+        """Count stale reads of copies from now on; not ``guarded``: with the guard against them
+        taken out.
+        """
         from vllm_relay.backend.copies import SegmentCopies
 
         if not guarded:

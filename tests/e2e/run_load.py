@@ -1,8 +1,11 @@
 """A small KV pool under load, in a process of its own: ``run_load.py SPEC.json RESULT.json``.
 
-Waves of requests share prefixes that change from wave to wave, so that blocks are evicted and reused; some waves outgrow the
-pool (preemption), every third one loses requests half way (aborts), long prompts are prefilled in chunks beside decodes.
-RESULT: what the worker watched, its counters, the number of preemptions, and per wave and surviving request its
+Waves of requests share prefixes that change from wave to wave, so that blocks are evicted and
+reused; some waves outgrow the
+pool (preemption), every third one loses requests half way (aborts), long prompts are prefilled in
+chunks beside decodes.
+RESULT: what the worker watched, its counters, the number of preemptions, and per wave and surviving
+    request its
 ``(token, logprob)`` pairs.
 """
 
@@ -19,7 +22,9 @@ WAVES = 20
 
 
 def wave(index: int, vocabulary: int) -> tuple[list[list[int]], int]:
-    """Prompts and the number of tokens to produce: two groups and a loner, prefixes of one to four blocks."""
+    """Prompts and the number of tokens to produce: two groups and a loner, prefixes of one to four
+    blocks.
+    """
     rng = np.random.default_rng(index)
 
     def tokens(count: int) -> list[int]:
@@ -74,7 +79,9 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
                     done.pop(request, None)
         answers.append(
             {
-                name: [(t, step[t].logprob) for t, step in zip(o.token_ids, o.logprobs, strict=True)]
+                name: [
+                    (t, step[t].logprob) for t, step in zip(o.token_ids, o.logprobs, strict=True)
+                ]
                 for name, o in sorted(done.items())
                 if len(o.token_ids) == steps
             }

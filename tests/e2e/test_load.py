@@ -1,4 +1,6 @@
-"""Copies of shared KV are never stale while the engine evicts, preempts, aborts and reuses blocks (contract 2)."""
+"""Copies of shared KV are never stale while the engine evicts, preempts, aborts and reuses blocks
+(contract 2).
+"""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,8 @@ def test_under_load_no_copy_is_stale_and_answers_are_vllms_own(model: Path, tmp_
                     parted += 1
                     break
                 differences.append(logprob - other_logprob)
-    # tests/e2e/test_parity.py bounds the distance; stale or foreign KV would be off by more than 1 nearly everywhere
+    # tests/e2e/test_parity.py bounds the distance; stale or foreign KV would be off by more than 1
+    # nearly everywhere
     assert len(differences) > 500
     assert np.sqrt(np.mean(np.square(differences))) < 0.15
 

@@ -1,7 +1,8 @@
-"""Relay against vLLM's own backend, on the real engine: no further from an fp32 run than vLLM's own bf16 run, times two.
+"""Relay is no further from an fp32 run than twice the distance of vLLM's own bf16 run.
 
-All runs produce the same tokens (those that the fp32 run chose), so log-probabilities are compared position by position.
-The same comparison must fail with an error planted in the relay path, or it would prove nothing.
+All runs produce the same tokens (those that the fp32 run chose), so log-probabilities are compared
+position by position. The same comparison must fail with an error planted in the relay path, or it
+would prove nothing.
 """
 
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e.engine import SMOLLM2, run_engine
 from benchmarks.random_model import VOCABULARY, write_random_model
+from tests.e2e.engine import SMOLLM2, run_engine
 
 STEPS = 64
 BLOCK = 128
@@ -23,7 +24,9 @@ pytestmark = pytest.mark.engine
 
 
 def _prompts(tokens: np.ndarray) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts that warm the prefix cache (one per group), and 32 requests in 3 groups plus 5 loners, shuffled."""
+    """Prompts that warm the prefix cache (one per group), and 32 requests in 3 groups plus 5
+    loners, shuffled.
+    """
     source = iter(tokens.tolist())
 
     def take(count: int) -> list[int]:

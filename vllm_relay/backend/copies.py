@@ -1,15 +1,16 @@
 """Row-major copies of shared segments, kept from step to step, and why they are never stale.
 
-The torch kernel for system attention wants dense keys and values; the CPU engine's blocks are neither dense nor row-major.
-A copy is made once per segment and layer and reused while it is true (contract 2 in docs: nothing derived from block
-contents outlives an unbroken reference on those blocks).
+The torch kernel for system attention wants dense keys and values; the CPU engine's blocks are
+neither dense nor row-major. A copy is made once per segment and layer and reused while it is true:
+nothing derived from the contents of blocks may outlive an unbroken reference on those blocks.
 
-A block's contents change only when a forward pass writes a slot of it, and each pass is announced to the metadata
-builder of its KV cache group with the slots that it will write. `SegmentCopies.begin_step` therefore sees every write
-before it happens, and drops a copy
+A block's contents change only when a forward pass writes a slot of it, and each pass is announced
+to the metadata builder of its KV cache group with the slots that it will write. So
+`SegmentCopies.begin_step` sees every write before it happens. It drops a copy
   - when the step writes any slot of its blocks: they were freed and given to other tokens, and
-  - when no row of the step holds exactly its blocks in its leading columns: nobody is left to vouch for them.
-KV connectors write blocks outside forward passes; with one configured the backend makes no copies at all.
+  - when no row of the step holds exactly its blocks in its leading columns: nobody is left to
+    vouch for them.
+KV connectors write blocks outside forward passes; with one configured nothing is copied at all.
 """
 
 from dataclasses import dataclass, field
@@ -54,7 +55,8 @@ class SegmentCopies:
     """The copies of one KV cache group, bounded in bytes.
 
     Args:
-        bytes_per_block: keys and values of one block over all layers of the group. max_bytes: bound for all copies.
+        bytes_per_block: keys and values of one block over all layers of the group. max_bytes: bound
+            for all copies.
     """
 
     def __init__(self, bytes_per_block: int, max_bytes: int) -> None:
@@ -73,8 +75,9 @@ class SegmentCopies:
         """Drop what this step makes untrue; call it before every forward pass that writes KV.
 
         Args:
-            block_table: ``[R, M]`` int32 of the step's rows. computed_blocks: ``[R]`` full blocks that each row had
-                computed before this step. written_blocks: ids of the blocks that the step writes to.
+            block_table: ``[R, M]`` int32 of the step's rows. computed_blocks: ``[R]`` full blocks
+                that each row had computed before this step. written_blocks: ids of the blocks that
+                the step writes to.
         """
 
         def held(block_ids: np.ndarray) -> bool:
@@ -88,7 +91,7 @@ class SegmentCopies:
         ]
 
     def get(self, block_ids: np.ndarray) -> SegmentCopy | None:
-        """The copy that begins with these blocks, made if need be; None when it would exceed the bound.
+        """The copy that begins with these blocks, made if need be; None when it would not fit.
 
         Args:
             block_ids: int32, the segment's blocks from the first column on.
@@ -98,7 +101,11 @@ class SegmentCopies:
             if len(copy.block_ids) >= count and np.array_equal(copy.block_ids[:count], block_ids):
                 return copy
         # A longer segment replaces the copies it begins with: they would be held twice otherwise.
-        kept = [c for c in self._copies if not np.array_equal(c.block_ids, block_ids[: len(c.block_ids)])]
+        kept = [
+            c
+            for c in self._copies
+            if not np.array_equal(c.block_ids, block_ids[: len(c.block_ids)])
+        ]
         nbytes = count * self._bytes_per_block
         if sum(c.nbytes for c in kept) + nbytes > self._max_bytes:
             return None
@@ -113,4 +120,3 @@ class SegmentCopies:
 def written_blocks(slot_mapping: np.ndarray, block_size: int) -> np.ndarray:
     """Blocks that a slot mapping writes to (``-1`` writes nothing)."""
     return np.unique(slot_mapping[slot_mapping >= 0] // block_size)
-

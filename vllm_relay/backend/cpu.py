@@ -1,8 +1,9 @@
 """The relay backend on vLLM's CPU engine: thin subclasses of vLLM's own ``CPU_ATTN``.
 
-A decode step with a group runs, per layer: vLLM's kernel over what is left of every row (rows in no group keep all their
-blocks and are done by it), system attention per group, and relay fusion of the two. Every other step, and every layer
-that the split does not cover, is vLLM's own code on vLLM's own metadata.
+A decode step with a group runs, per layer: vLLM's kernel over what is left of every row (rows in no
+group keep all their blocks and are done by it), system attention per group, and relay fusion of the
+two. Every other step, and every layer that the split does not cover, is vLLM's own code on vLLM's
+own metadata.
 """
 
 import copy
@@ -67,9 +68,12 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
             for layer in layers.values():
                 layer.impl.prepare(layer, self.block_size, kv_cache_spec.dtype)
         self._active = self._decide(vllm_config, [layer.impl for layer in layers.values()])
-        relayed = [x.impl for x in layers.values() if x.impl.refusal is None] if self._active else []
+        relayed = (
+            [x.impl for x in layers.values() if x.impl.refusal is None] if self._active else []
+        )
         self._bytes_per_token = sum(
-            2 * impl.num_kv_heads * impl.head_size * kv_cache_spec.dtype.itemsize for impl in relayed
+            2 * impl.num_kv_heads * impl.head_size * kv_cache_spec.dtype.itemsize
+            for impl in relayed
         )
         self._copies = SegmentCopies(
             self._bytes_per_token * self.block_size, int(self._config.max_copy_gib * 2**30)
@@ -91,9 +95,7 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         if reason is not None:
             metrics.say_once(f"not used: {reason}; vLLM's own CPU attention serves these layers")
         elif refusals:
-            metrics.say_once(
-                f"layers with {', '.join(refusals)} stay on vLLM's own CPU attention"
-            )
+            metrics.say_once(f"layers with {', '.join(refusals)} stay on vLLM's own CPU attention")
         return reason is None
 
     def build(
@@ -130,7 +132,9 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
                 if self._copies.get(table[group.rows[0], : group.segment.blocks]) is not None
             )
             if len(fitting) < len(level):
-                metrics.say_once("a shared segment exceeds max_copy_gib; its requests are not relayed")
+                metrics.say_once(
+                    "a shared segment exceeds max_copy_gib; its requests are not relayed"
+                )
                 forest = Forest((fitting,) if fitting else (), forest.num_rows, forest.block_size)
         return make_plan(forest, table, lens)
 
@@ -151,7 +155,9 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         return RelayStep(torch.from_numpy(plan.rows).long(), tuple(groups), context, grouped)
 
     def _context(self, common: Any, tables: np.ndarray, lens: np.ndarray) -> CPUAttentionMetadata:
-        """vLLM's metadata for decode rows with these tables and lengths, made by vLLM's own builder."""
+        """vLLM's metadata for decode rows with these tables and lengths, made by vLLM's own
+        builder.
+        """
         rows = len(lens)
         starts = torch.arange(rows + 1, dtype=torch.int32)
         part = common.replace(
@@ -182,12 +188,18 @@ class RelayImpl(CPUAttentionBackendImpl):
             (self.alibi_slopes is not None, "ALiBi"),
             (bool(self.logits_soft_cap), "a logits soft cap"),
             (self.sinks is not None, "attention sinks"),
-            (self.kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"), "a quantised KV cache"),
+            (
+                self.kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
+                "a quantised KV cache",
+            ),
         )
         return next((name for applies, name in checks if applies), None)
 
     def prepare(self, layer: Any, block_size: int, dtype: torch.dtype) -> None:
-        """Find how the engine lays out this layer's blocks; the layer is left to vLLM when that fails."""
+        """Find how the engine lays out this layer's blocks.
+
+        The layer is left to vLLM when that fails.
+        """
         if self.refusal is None:
             self._layout = find_layout(
                 lambda key, value, cache, slots: self.do_kv_cache_update(
@@ -213,7 +225,9 @@ class RelayImpl(CPUAttentionBackendImpl):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """As vLLM's: query and output ``[T, Hq, D]``, kv_cache ``[num_blocks, Hkv, block_size, 2 * D]``."""
+        """As vLLM's: query and output ``[T, Hq, D]``, kv_cache ``[num_blocks, Hkv, block_size, 2 *
+        D]``.
+        """
         step = attn_metadata.relay if isinstance(attn_metadata, RelayMetadata) else None
         if step is None or self.refusal is not None:
             return super().forward(
@@ -231,7 +245,9 @@ class RelayImpl(CPUAttentionBackendImpl):
         step: RelayStep,
         output: torch.Tensor,
     ) -> None:
-        """Fuse the grouped rows' context partial, already in ``output``, with their system partial."""
+        """Fuse the grouped rows' context partial, already in ``output``, with their system
+        partial.
+        """
         tokens = step.context.num_actual_tokens
         rows = slice(0, tokens) if step.rows is None else step.rows
         query, context_out = query[rows], output[rows]
@@ -263,7 +279,8 @@ class RelayImpl(CPUAttentionBackendImpl):
             probe = copy.copy(self)
             probe.sinks = sinks
             out = torch.empty_like(query)
-            # query stands in for key and value, which vLLM's decoder path does not read: they are cached already
+            # query stands in for key and value, which vLLM's decoder path does not read: they are
+            # cached already
             return super(RelayImpl, probe).forward(
                 layer, query, query, query, kv_cache, step.grouped, out
             )

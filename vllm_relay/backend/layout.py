@@ -1,8 +1,9 @@
 """Where the CPU engine keeps each key and value inside a KV block, found by asking the engine.
 
-A block of one KV head is ``2 * block_size * head_size`` elements. How they are ordered depends on the instruction set the
-engine chose (row by row, transposed, in AMX tiles) and on its version. Instead of knowing every layout, this
-module writes numbered tokens through the backend's own cache update and reads back where each element went.
+A block of one KV head is ``2 * block_size * head_size`` elements. How they are ordered depends on
+the instruction set the engine chose (row by row, transposed, in AMX tiles) and on its version.
+Instead of knowing every layout, this module writes numbered tokens through the backend's own cache
+update and reads back where each element went.
 """
 
 from collections.abc import Callable
@@ -10,13 +11,16 @@ from dataclasses import dataclass
 
 import torch
 
-# Numbers up to 2 ** 7 are exact in bf16, fp16 and fp32, so positions are written as digits of this base.
+# Numbers up to 2 ** 7 are exact in bf16, fp16 and fp32, so positions are written as digits of this
+# base.
 _BASE = 128
 
 
 @dataclass(frozen=True)
 class _Axis:
-    """Offset of index i in a block: ``(i // inner) * outer_stride + (i % inner) * inner_stride``."""
+    """Offset of index i in a block: ``(i // inner) * outer_stride + (i % inner) *
+    inner_stride``.
+    """
 
     size: int
     inner: int
@@ -33,7 +37,9 @@ class _Operand:
     channel: _Axis
 
     def view(self, kv_cache: torch.Tensor) -> torch.Tensor:
-        """Strided view ``[num_blocks, H, T1, T0, D1, D0]`` with token = T1 * |T0| + T0, channel alike."""
+        """Strided view ``[num_blocks, H, T1, T0, D1, D0]`` with token = T1 * |T0| + T0, channel
+        alike.
+        """
         t, d = self.token, self.channel
         return kv_cache.as_strided(
             (*kv_cache.shape[:2], t.size // t.inner, t.inner, d.size // d.inner, d.inner),
@@ -68,7 +74,9 @@ class BlockLayout:
         for operand, rows in ((self.key, keys), (self.value, values)):
             source = operand.view(kv_cache)
             block = operand.token.size
-            target = rows.unflatten(1, (-1, operand.token.size // operand.token.inner, operand.token.inner))
+            target = rows.unflatten(
+                1, (-1, operand.token.size // operand.token.inner, operand.token.inner)
+            )
             target = target.unflatten(4, (-1, operand.channel.inner))
             for i, block_id in enumerate(block_ids):
                 target[:, i].copy_(source[block_id])
@@ -85,8 +93,9 @@ def find_layout(
     """Find the layout by writing one block.
 
     Args:
-        write: ``write(key, value, kv_cache, slot_mapping)``, the backend's ``do_kv_cache_update``; key and value
-            ``[T, H, D]``, kv_cache ``[1, H, block_size, 2 * D]``, slot_mapping ``[T]`` int64.
+        write: ``write(key, value, kv_cache, slot_mapping)``, the backend's ``do_kv_cache_update``;
+            key and value ``[T, H, D]``, kv_cache ``[1, H, block_size, 2 * D]``, slot_mapping
+            ``[T]`` int64.
         num_kv_heads, block_size, head_size, dtype: of the cache.
 
     Returns:
@@ -95,7 +104,8 @@ def find_layout(
     count = block_size * head_size
     number = torch.arange(count).view(block_size, 1, head_size)
     slots = torch.arange(block_size)
-    # where[j] = number of the element found at position j of the block; keys count from 0, values from `count`
+    # where[j] = number of the element found at position j of the block; keys count from 0, values
+    # from `count`
     where = torch.zeros(2 * count, dtype=torch.int64)
     digit_value = 1
     while digit_value < 2 * count:

@@ -1,0 +1,144 @@
+"""Every way to ask for relay, and what a user sees when it cannot be had."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from benchmarks.common import OFFLINE, serving, vllm
+from benchmarks.random_model import write_random_model
+from tests.e2e.engine import SMOLLM2, environment, run_engine
+
+pytestmark = pytest.mark.engine
+
+SMALL = ["--max-model-len", "2048", "--enforce-eager", "--max-num-seqs", "16"]
+SETTINGS = {"relay": {"min_saved_tokens": 0}}
+PREFIX = "You are a careful assistant. Answer in one short sentence. " * 25
+
+
+def _ask_together(url: str, questions: list[str]) -> list[str]:
+    """One completion per question, all in one batch, behind one shared prefix."""
+    client = OpenAI(base_url=f"{url}/v1", api_key="none")
+    model = client.models.list().data[0].id
+    client.completions.create(model=model, prompt=PREFIX, max_tokens=1)
+    done = client.completions.create(
+        model=model, prompt=[PREFIX + q for q in questions], max_tokens=24, temperature=0
+    )
+    return [choice.text for choice in done.choices]
+
+
+QUESTIONS = [f"What is {n} plus {n}? " for n in range(2, 8)]
+
+
+def test_the_config_file_in_any_case(tmp_path: Path) -> None:
+    config = tmp_path / "serve.yaml"
+    config.write_text(
+        f"attention-backend: ReLaY\nadditional-config: '{json.dumps(SETTINGS)}'\nmax-num-seqs: 16\n"
+    )
+    log = tmp_path / "server.log"
+    flags = ["--config", str(config), *SMALL]
+    with serving(SMOLLM2, flags, log, env={"VLLM_CPU_KVCACHE_SPACE": "1"}) as server:
+        answers = _ask_together(server.url, QUESTIONS)
+    assert all(answers)
+    text = log.read_text()
+    assert "6 requests share " in text and " tokens in 1 group: " in text
+    assert "relay: steps=" in text and "steps_relayed=0" not in text
+
+
+def test_tensor_parallel_workers_from_the_command_line(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    flags = ["--attention-backend", "relay", "--additional-config", json.dumps(SETTINGS)]
+    flags += ["--tensor-parallel-size", "2", *SMALL]
+    model = write_random_model(tmp_path / "model", 4, 2, 64)
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    with serving(model, [*flags, "--skip-tokenizer-init"], log, env=env) as server:
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        prefix = list(range(3, 603))
+        prompts = [[*prefix, 700 + i, 5] for i in range(6)]
+        client.completions.create(model=str(model), prompt=prefix, max_tokens=1)
+        client.completions.create(model=str(model), prompt=prompts, max_tokens=12)
+    text = log.read_text()
+    assert "Worker_TP1" in text
+    assert text.count("6 requests share 512 tokens in 1 group") == 1
+
+
+def _engine(model: Path, **engine: Any) -> dict[str, Any]:
+    prefix = list(range(3, 603))
+    return {
+        "engine": {
+            "model": str(model),
+            "skip_tokenizer_init": True,
+            "max_model_len": 2048,
+            "additional_config": SETTINGS,
+            **engine,
+        },
+        "warm_up": [prefix],
+        "prompts": [[*prefix, 700 + i, 5] for i in range(6)],
+        "steps": 12,
+        "force": None,
+        "passes": [None],
+    }
+
+
+def test_a_forked_engine_and_an_attention_config(tmp_path: Path) -> None:
+    model = write_random_model(tmp_path / "model", 4, 2, 64)
+    spec = _engine(model, attention_config={"backend": "relay"})
+    result = run_engine(tmp_path, spec, VLLM_WORKER_MULTIPROC_METHOD="fork")
+    assert result["counters"]["steps_relayed"] >= 8
+    assert result["counters"]["tokens_shared"] == 512 * result["counters"]["steps_relayed"]
+
+
+@pytest.mark.parametrize(
+    ("change", "engine", "reason"),
+    [
+        (
+            {
+                "model_type": "mistral",
+                "architectures": ["MistralForCausalLM"],
+                "sliding_window": 256,
+            },
+            {},
+            "a sliding window",
+        ),
+        ({}, {"kv_cache_dtype": "fp8"}, "a quantised KV cache"),
+    ],
+    ids=["sliding-window", "fp8"],
+)
+def test_a_model_with_no_supported_layer_starts_delegates_and_says_so_once(
+    change: dict[str, Any], engine: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    model = write_random_model(tmp_path / "model", 4, 2, 64)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | change))
+    result = run_engine(tmp_path, _engine(model, attention_backend="relay", **engine))
+    assert result["counters"]["steps"] == 0
+    assert len(result["passes"][0]["tokens"]) == 6
+    assert result["log"].count("relay: not used: no layer is supported") == 1
+    assert f"({reason})" in result["log"]
+
+
+def _refusal(*flags: str) -> str:
+    done = subprocess.run(
+        vllm("serve", str(SMOLLM2), *flags, *SMALL),
+        env=environment(**OFFLINE),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode != 0
+    return done.stdout + done.stderr
+
+
+def test_an_unknown_backend_is_refused_by_name() -> None:
+    text = _refusal("--attention-backend", "relayed")
+    assert "'RELAYED'" in text and "RELAY" in text.split("Valid options are")[1]
+
+
+def test_an_unknown_setting_is_refused_by_name() -> None:
+    settings = json.dumps({"relay": {"min_saved": 3}})
+    text = _refusal("--attention-backend", "relay", "--additional-config", settings)
+    assert "unknown relay setting min_saved; known: enabled" in text
