@@ -1,6 +1,8 @@
 PYTHON ?= python3
 VENV := .venv
 VENV_OLD := .venv-0.27.1
+# What must hold on every engine version.
+ENGINE_TESTS := tests/test_plugin.py tests/backend tests/e2e/test_parity.py
 
 # The model lies on the disk, and the engine has nobody to report to.
 export HF_HUB_OFFLINE ?= 1
@@ -26,8 +28,8 @@ test: env model  ## all tests
 
 test-engines: env model  ## parity with the oldest and the newest CPU engine, each in its own environment
 	@$(PYTHON) tools/setup_env.py --engine 0.27.1 --venv $(VENV_OLD)
-	$(VENV_OLD)/bin/python -m pytest tests/e2e/test_engines.py
-	$(VENV)/bin/python -m pytest tests/e2e/test_engines.py
+	$(VENV_OLD)/bin/python -m pytest $(ENGINE_TESTS)
+	$(VENV)/bin/python -m pytest $(ENGINE_TESTS)
 
 check: env  ## lint, formatting, types, import rules
 	$(VENV)/bin/ruff check

@@ -146,6 +146,7 @@ async def ask(
                 extra_body={"return_tokens_as_token_ids": True},
             )
         done += 1
+        report(f"{done} of {len(asked)} answers")
         choice = reply.choices[0]
         steps = (choice.logprobs and choice.logprobs.content) or []
         best = [sorted((top.logprob for top in s.top_logprobs), reverse=True) for s in steps]
@@ -162,8 +163,5 @@ async def ask(
         report("warm-up request")
         await one(client, "Hello.")
         done = 0
-        waiting = asyncio.gather(*(one(client, question) for question in asked))
-        while not waiting.done():
-            report(f"{done} of {len(asked)} answers")
-            await asyncio.wait([waiting], timeout=0.5)
-        return await waiting
+        report(f"0 of {len(asked)} answers")
+        return await asyncio.gather(*(one(client, question) for question in asked))

@@ -1,12 +1,9 @@
 """A small KV pool under load, in a process of its own: ``run_load.py SPEC.json RESULT.json``.
 
 Waves of requests share prefixes that change from wave to wave, so that blocks are evicted and
-reused; some waves outgrow the
-pool (preemption), every third one loses requests half way (aborts), long prompts are prefilled in
-chunks beside decodes.
-RESULT: what the worker watched, its counters, the number of preemptions, and per wave and surviving
-    request its
-``(token, logprob)`` pairs.
+reused; some waves outgrow the pool (preemption), every third one loses requests half way (aborts),
+long prompts are prefilled in chunks beside decodes. RESULT: what the worker watched, its counters,
+the number of preemptions, and per wave and surviving request its ``(token, logprob)`` pairs.
 """
 
 import json

@@ -245,9 +245,8 @@ class RelayImpl(CPUAttentionBackendImpl):
         step: RelayStep,
         output: torch.Tensor,
     ) -> None:
-        """Fuse the grouped rows' context partial, already in ``output``, with their system
-        partial.
-        """
+        """Fuse the system partial of the grouped rows into their context partial in ``output``."""
+        assert self._layout is not None  # or the layer would be refused
         tokens = step.context.num_actual_tokens
         rows = slice(0, tokens) if step.rows is None else step.rows
         query, context_out = query[rows], output[rows]
