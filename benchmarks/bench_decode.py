@@ -38,7 +38,7 @@ class Engine:
     """One `vllm.LLM`, stepped by hand so that decode steps can be timed apart from prefill."""
 
     def __init__(self, model: Path, backend: str, max_model_len: int, requests: int) -> None:
-        from vllm import LLM
+        from vllm import LLM  # seconds to import: --help should not wait for it
 
         self._llm = LLM(
             str(model),

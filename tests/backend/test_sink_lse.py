@@ -5,7 +5,12 @@ whatever the magnitudes.
 import pytest
 import torch
 
-from vllm_relay.backend.sink_lse import lse_from_sinks
+from vllm_relay.backend.sink_lse import (
+    attend_with_lse,
+    give_heads_twice,
+    part_both,
+    sinks_for_both,
+)
 from vllm_relay.ops import reference
 
 HEADS, ROWS, DIM = 5, 7, 64
@@ -18,11 +23,12 @@ class Kernel:
     def __init__(self, out: torch.Tensor, lse: torch.Tensor, dtype: torch.dtype) -> None:
         self._out, self._lse, self._dtype, self.calls = out, lse, dtype, 0
 
-    def __call__(self, sinks: torch.Tensor) -> torch.Tensor:
+    def __call__(self, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert sinks.dtype == torch.bfloat16 and sinks.isfinite().all()
         self.calls += 1
         share = torch.sigmoid(self._lse - sinks.double()[:, None])  # [H, T]
-        return (self._out * share.T[..., None]).to(self._dtype)
+        with_sink = self._out * share.T[..., None]
+        return self._out.to(self._dtype), with_sink.to(self._dtype)
 
 
 def _case(dtype: torch.dtype, distance: float, spread: float, size: float = 0.3) -> tuple:
@@ -43,7 +49,8 @@ def test_the_fused_output_moves_by_less_than_its_rounding(
     dtype: torch.dtype, distance: float, spread: float
 ) -> None:
     out, lse, system_out, system_lse, kernel = _case(dtype, distance, spread)
-    found, unknown = lse_from_sinks(kernel, out.to(dtype), system_lse.float())
+    got, found, unknown = attend_with_lse(kernel, system_lse.float())
+    assert torch.equal(got, out.to(dtype))
     assert not unknown.any() and found.shape == (HEADS, ROWS) and found.dtype == torch.float32
     exact = reference.relay_fusion([system_out, out], [system_lse, lse])
     fused = reference.relay_fusion([system_out, out], [system_lse, found.double()])
@@ -56,8 +63,8 @@ def test_the_fused_output_moves_by_less_than_its_rounding(
 
 
 def test_one_call_is_enough_for_rows_alike() -> None:
-    out, _, _, system_lse, kernel = _case(torch.bfloat16, 0.0, 3.0)
-    lse_from_sinks(kernel, out.bfloat16(), system_lse.float())
+    _, _, _, system_lse, kernel = _case(torch.bfloat16, 0.0, 3.0)
+    attend_with_lse(kernel, system_lse.float())
     assert kernel.calls == 1
 
 
@@ -67,7 +74,7 @@ def test_outputs_too_small_to_tell_are_named(dtype: torch.dtype) -> None:
     out[2, 3] = 0
     if dtype == torch.float16:
         out[4, 1] *= 1e-4
-    _, unknown = lse_from_sinks(kernel, out.to(dtype), system_lse.float())
+    _, _, unknown = attend_with_lse(kernel, system_lse.float())
     expected = torch.zeros(HEADS, ROWS, dtype=torch.bool)
     expected[3, 2] = True
     expected[1, 4] = dtype == torch.float16
@@ -78,5 +85,18 @@ def test_a_nan_ends_in_the_result_and_not_in_a_loop() -> None:
     out, _, _, system_lse, kernel = _case(torch.bfloat16, 0.0, 0.0)
     system_lse[1, 1] = torch.nan
     out[3, 2] = torch.nan
-    found, _ = lse_from_sinks(kernel, out.bfloat16(), system_lse.float())
+    _, found, _ = attend_with_lse(kernel, system_lse.float())
     assert found[2, 3].isnan() and found[0].isfinite().sum() == ROWS
+
+
+def test_both_halves_come_back_in_the_order_of_the_heads() -> None:
+    query = torch.randn(3, 6, 4)
+    both = give_heads_twice(query, 2)
+    assert both.shape == (3, 12, 4)
+    # the kernel serves query heads [h * 2g, (h + 1) * 2g) with KV head h
+    assert torch.equal(both[:, :6], torch.cat([query[:, :3], query[:, :3]], 1))
+    first, second = part_both(both, 2)
+    assert torch.equal(first, query) and torch.equal(second, query)
+    sinks = torch.arange(6.0, dtype=torch.bfloat16)
+    low, given = part_both(sinks_for_both(sinks, 2)[None, :, None], 2)
+    assert torch.equal(given.flatten(), sinks) and (low < -1e29).all()

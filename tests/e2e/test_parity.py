@@ -67,6 +67,9 @@ MODELS = {
     "mqa-128": (8, 1, 128),
     "smollm2": None,
 }
+# fp32 is 2 ** 16 times finer than bf16. A hundredth of the bf16 bound leaves room for all that is
+# not rounding of the model itself, and lies far below what any planted error does.
+FP32_SHARE = 0.01
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -78,43 +81,42 @@ def test_logprobs_stay_within_twice_the_distance_of_vllms_own(name: str, tmp_pat
     else:
         model = write_random_model(tmp_path / "model", *shape)
         warm_up, prompts = _prompts(_random_tokens(model))
-    spec: dict[str, Any] = {
-        "engine": {
+    force = None
+
+    def run(dtype: str, passes: list[str | None], **engine: Any) -> dict[str, Any]:
+        settings = {
             "model": str(model),
             "skip_tokenizer_init": True,
             "max_model_len": 2048,
             "max_num_seqs": 64,
             "max_num_batched_tokens": 4096,
             "block_size": BLOCK,
-        },
-        "warm_up": warm_up,
-        "prompts": prompts,
-        "steps": STEPS,
-        "force": None,
-        "passes": [None],
+            "dtype": dtype,
+            **engine,
+        }
+        spec = {"warm_up": warm_up, "prompts": prompts, "steps": STEPS, "force": force}
+        return run_engine(tmp_path, {**spec, "engine": settings, "passes": passes})
+
+    relay = {
+        "attention_backend": "relay",
+        "additional_config": {"relay": {"min_saved_tokens": 0}},
     }
-
-    def run(passes: list[str | None], **engine: Any) -> dict[str, Any]:
-        return run_engine(tmp_path, {**spec, "engine": spec["engine"] | engine, "passes": passes})
-
-    exact = run([None], dtype="float32")["passes"][0]
-    spec["force"] = exact["tokens"]
-    stock = run([None], dtype="bfloat16")
-    relay = run(
-        [None, "lse", "block", "layout"],
-        dtype="bfloat16",
-        attention_backend="relay",
-        additional_config={"relay": {"min_saved_tokens": 0}},
-    )
-
-    counters = relay["counters"]
+    exact = run("float32", [None])["passes"][0]
+    force = exact["tokens"]
+    stock = run("bfloat16", [None])
     assert stock["counters"]["steps"] == 0
-    assert counters["steps_relayed"] >= 4 * (STEPS - 8)
-    assert counters["groups"] >= 3 * 4 * (STEPS - 8)
-
     bound = 2 * _distances(stock["passes"][0], exact)
-    good, *planted = (_distances(p, exact) for p in relay["passes"])
-    print(f"{name}: rms, p99.9: bound {bound}, relay {good}, planted {planted}")
-    assert (good <= bound).all()
-    for distances in planted:
-        assert (distances > bound).any(), "the comparison does not see a planted error"
+
+    for dtype, plants, share in (
+        ("bfloat16", ["block", "layout"], 1.0),
+        ("float32", ["block", "layout", "lse"], FP32_SHARE),
+    ):
+        result = run(dtype, [None, *plants], **relay)
+        steps = len(result["passes"]) * (STEPS - 8)
+        assert result["counters"]["steps_relayed"] >= steps
+        assert result["counters"]["groups"] >= 3 * steps
+        good, *planted = (_distances(p, exact) / share for p in result["passes"])
+        print(f"{name} {dtype} (rms, p99.9) / share: bound {bound} relay {good} planted {planted}")
+        assert (good <= bound).all()
+        for plant, distances in zip(plants, planted, strict=True):
+            assert (distances > bound).any(), f"the comparison does not see the error {plant!r}"

@@ -1,9 +1,9 @@
 """The relay backend on vLLM's CPU engine: thin subclasses of vLLM's own ``CPU_ATTN``.
 
-A decode step with a group runs, per layer: vLLM's kernel over what is left of every row (rows in no
-group keep all their blocks and are done by it), system attention per group, and relay fusion of the
-two. Every other step, and every layer that the split does not cover, is vLLM's own code on vLLM's
-own metadata.
+A decode step with a group runs, per layer: system attention per group, vLLM's own kernel over what
+is left of the grouped rows, and relay fusion of the two; rows in no group go to vLLM's kernel as
+they are. Every other step, and every layer that the split does not cover, is vLLM's own code on
+vLLM's own metadata.
 """
 
 import copy
@@ -26,7 +26,12 @@ from vllm_relay import metrics
 from vllm_relay.backend.copies import SegmentCopies, written_blocks
 from vllm_relay.backend.layout import BlockLayout, find_layout
 from vllm_relay.backend.metadata import GroupStep, RelayStep
-from vllm_relay.backend.sink_lse import lse_from_sinks
+from vllm_relay.backend.sink_lse import (
+    attend_with_lse,
+    give_heads_twice,
+    part_both,
+    sinks_for_both,
+)
 from vllm_relay.config import RelayConfig
 from vllm_relay.ops import relay_fusion, system_attention
 from vllm_relay.sharing import Forest, RelayPlan, find_forest, make_plan, select
@@ -78,6 +83,9 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         self._copies = SegmentCopies(
             self._bytes_per_token * self.block_size, int(self._config.max_copy_gib * 2**30)
         )
+        # vLLM's builder plans its kernel's work for a number of query heads.
+        self._twice_the_heads = copy.copy(self)
+        self._twice_the_heads.num_heads = 2 * self.num_heads
         if self._active:
             metrics.report_at_exit(speak=vllm_config.parallel_config.rank == 0)
 
@@ -148,16 +156,23 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
             begin, end = level.cu_rows[i : i + 2].tolist()
             groups.append(GroupStep(begin, end, blocks, segment))
         tables, lens = plan.context_block_table, plan.context_lens
-        context = self._context(common, tables, lens)
-        if np.array_equal(plan.rows, np.arange(common.num_reqs)):
-            return RelayStep(None, tuple(groups), context, context)
-        grouped = self._context(common, tables[plan.rows], lens[plan.rows])
-        return RelayStep(torch.from_numpy(plan.rows).long(), tuple(groups), context, grouped)
+        everything = np.arange(common.num_reqs)
+        loners = np.setdiff1d(everything, plan.rows, assume_unique=True)
+        return RelayStep(
+            rows=None
+            if np.array_equal(plan.rows, everything)
+            else torch.from_numpy(plan.rows).long(),
+            groups=tuple(groups),
+            context=self._part(self._twice_the_heads, common, tables[plan.rows], lens[plan.rows]),
+            loners=torch.from_numpy(loners),
+            rest=self._part(self, common, tables[loners], lens[loners]) if len(loners) else None,
+        )
 
-    def _context(self, common: Any, tables: np.ndarray, lens: np.ndarray) -> CPUAttentionMetadata:
-        """vLLM's metadata for decode rows with these tables and lengths, made by vLLM's own
-        builder.
-        """
+    @staticmethod
+    def _part(
+        builder: CPUAttentionMetadataBuilder, common: Any, tables: np.ndarray, lens: np.ndarray
+    ) -> CPUAttentionMetadata:
+        """vLLM's metadata for decode rows with these tables and lengths, made by vLLM's builder."""
         rows = len(lens)
         starts = torch.arange(rows + 1, dtype=torch.int32)
         part = common.replace(
@@ -169,7 +184,7 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
             max_seq_len=int(lens.max()),
             block_table_tensor=torch.from_numpy(tables),
         )
-        return super().build(0, part)
+        return CPUAttentionMetadataBuilder.build(builder, 0, part)
 
 
 class RelayImpl(CPUAttentionBackendImpl):
@@ -233,23 +248,21 @@ class RelayImpl(CPUAttentionBackendImpl):
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
             )
-        super().forward(layer, query, key, value, kv_cache, step.context, output, *args, **kwargs)
-        self._relay(layer, query, kv_cache, step, output)
+        if step.rest is not None:
+            # query stands in for key and value, which vLLM's decoder path does not read: they are
+            # in the cache already
+            q = query[step.loners]
+            rest = torch.empty_like(q)
+            output[step.loners] = super().forward(layer, q, q, q, kv_cache, step.rest, rest)
+        rows = slice(0, step.context.num_actual_tokens) if step.rows is None else step.rows
+        output[rows] = self._relay(layer, query[rows], kv_cache, step)
         return output
 
     def _relay(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        step: RelayStep,
-        output: torch.Tensor,
-    ) -> None:
-        """Fuse the system partial of the grouped rows into their context partial in ``output``."""
+        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, step: RelayStep
+    ) -> torch.Tensor:
+        """Attention of the grouped rows, ``[N, Hq, D]`` in relay order, from two partials."""
         assert self._layout is not None  # or the layer would be refused
-        tokens = step.context.num_actual_tokens
-        rows = slice(0, tokens) if step.rows is None else step.rows
-        query, context_out = query[rows], output[rows]
         system = [
             system_attention(
                 query[group.begin : group.end],
@@ -260,35 +273,33 @@ class RelayImpl(CPUAttentionBackendImpl):
         ]
         system_out = torch.cat([out for out, _ in system]) if len(system) > 1 else system[0][0]
         system_lse = torch.cat([lse for _, lse in system], 1) if len(system) > 1 else system[0][1]
-        context_lse = self._context_lse(layer, query, kv_cache, step, context_out, system_lse)
-        output[rows] = relay_fusion([system_out, context_out], [system_lse, context_lse])
+        out, lse = self._context_attention(layer, query, kv_cache, step, system_lse)
+        return relay_fusion([system_out, out], [system_lse, lse])
 
-    def _context_lse(
+    def _context_attention(
         self,
         layer: Any,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         step: RelayStep,
-        context_out: torch.Tensor,
         system_lse: torch.Tensor,
-    ) -> torch.Tensor:
-        """LSE ``[Hq, N]`` of the context partial, from vLLM's kernel with sinks."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The context partial of the grouped rows, from vLLM's kernel: ``[N, Hq, D], [Hq, N]``."""
+        twice = give_heads_twice(query, self.num_kv_heads)
+        with_sinks = copy.copy(self)
 
-        def attend(sinks: torch.Tensor) -> torch.Tensor:
-            probe = copy.copy(self)
-            probe.sinks = sinks
-            out = torch.empty_like(query)
-            # query stands in for key and value, which vLLM's decoder path does not read: they are
-            # cached already
-            return super(RelayImpl, probe).forward(
-                layer, query, query, query, kv_cache, step.grouped, out
+        def attend(sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            with_sinks.sinks = sinks_for_both(sinks, self.num_kv_heads)
+            out = super(RelayImpl, with_sinks).forward(
+                layer, twice, twice, twice, kv_cache, step.context, torch.empty_like(twice)
             )
+            return part_both(out, self.num_kv_heads)
 
-        lse, unknown = lse_from_sinks(attend, context_out, system_lse)
+        out, lse, unknown = attend_with_lse(attend, system_lse)
         if unknown.any():
             for row in unknown.any(0).nonzero().flatten().tolist():
-                lse[:, row] = self._exact_context_lse(query[row], kv_cache, step.grouped, row)
-        return lse
+                lse[:, row] = self._exact_context_lse(query[row], kv_cache, step.context, row)
+        return out, lse
 
     def _exact_context_lse(
         self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: CPUAttentionMetadata, row: int

@@ -25,15 +25,17 @@ class RelayStep:
     """The plan of one decode step, made once and read by every layer.
 
     Attributes:
-        rows: int64 ``[N]``, batch row of each grouped request, groups contiguous; None when all
-            rows are grouped in batch order, so that nothing need be gathered.
+        rows: int64 ``[N]``, batch row of each grouped request, groups contiguous; None when that is
+            the batch itself, so that nothing need be gathered.
         groups: in the order of ``rows``.
-        context: vLLM's metadata for all rows with shared segments cut off; rows in no group keep
-            all their blocks.
-        grouped: the same for ``rows`` alone, in their order.
+        context: vLLM's metadata for ``rows``, in their order, with the shared segments cut off, and
+            for twice the query heads (see `sink_lse`).
+        loners: int64, the batch rows that are in no group. rest: vLLM's metadata for them alone;
+            None when there are none.
     """
 
     rows: torch.Tensor | None
     groups: tuple[GroupStep, ...]
     context: Any
-    grouped: Any
+    loners: torch.Tensor
+    rest: Any

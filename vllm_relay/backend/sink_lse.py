@@ -5,8 +5,9 @@ attention sinks: a sink of logit ``s`` joins the softmax with value zero, so wit
 
     out_sink = out * Z / (Z + exp(s)) = out * sigmoid(lse - s).
 
-A second call, with a sink, gives ``sigma = <out_sink, out> / <out, out>`` and from it
-``lse = s + logit(sigma)``.
+With every query head given twice, once with a sink far below all logits and once with ``s``, one
+call reads the keys and values once and returns both outputs. Then
+``sigma = <out_sink, out> / <out, out>`` and ``lse = s + logit(sigma)``.
 
 Why this is exact enough: let w be the weight that relay fusion gives this partial against the
 system partial. sigma has the relative rounding error e of the kernel's dtype, so w is off by
@@ -20,8 +21,11 @@ to 1 (clamped: w is then within 2e-4 of 1), and outputs so small that their rati
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 _MARGIN = 4.0
+# A sink so low that the softmax does not see it.
+_NO_SINK = -1e30
 # How far below a sink a row's own LSE may lie. sigma shrinks as exp(-distance): bf16 keeps its
 # relative precision, fp16 loses digits below 6e-5.
 _REACH = {torch.float16: 6.0}
@@ -32,37 +36,55 @@ _SMALL = {torch.float16: 4e-3}
 _DEFAULT_SMALL = 1e-15
 
 
-def lse_from_sinks(
-    attend: Callable[[torch.Tensor], torch.Tensor], out: torch.Tensor, other_lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """LSE of a partial whose output is known.
+def attend_with_lse(
+    attend: Callable[[Tensor], tuple[Tensor, Tensor]], other_lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention with the LSE that its kernel does not return.
 
     Args:
-        attend: ``attend(sinks [H] bf16) -> [T, H, D]``, the kernel with these sinks on the same
-            rows.
-        out: ``[T, H, D]``, its output without sinks.
-        other_lse: ``[H, T]`` fp32, LSE of the partial that ``out`` will be fused with.
+        attend: ``attend(sinks [H] bf16) -> (out, out_sink)``, both ``[T, H, D]``: the kernel
+            without and with these sinks.
+        other_lse: ``[H, T]`` fp32, LSE of the partial that the result will be fused with.
 
     Returns:
-        ``lse [H, T]`` fp32, and ``unknown [H, T]`` bool: entries that the ratio could not tell.
+        ``out [T, H, D]``, ``lse [H, T]`` fp32, and ``unknown [H, T]`` bool: entries of lse that the
+        outputs could not tell.
     """
-    plain = out.float()
-    norm = plain.square().sum(-1).T  # [H, T]
-    unknown = norm < out.shape[-1] * _SMALL.get(out.dtype, _DEFAULT_SMALL) ** 2
-    reach = _REACH.get(out.dtype, _DEFAULT_REACH)
-    ceiling = 1.0 - torch.finfo(out.dtype).eps
 
-    def estimate(highest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """LSE with sinks just above ``highest [H]``, and which entries lie too far below them."""
+    def estimate(highest: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Out, its norms, lse and what is too far off, with sinks just above ``highest [H]``."""
         # A NaN (a broken model) must not loop for ever; it comes out of the kernel again.
         sinks = (highest + _MARGIN).nan_to_num(0.0, 0.0, 0.0).to(torch.bfloat16)
+        out, out_sink = attend(sinks)
+        plain = out.float()
+        norm = plain.square().sum(-1).T  # [H, T]
+        sigma = (out_sink.float() * plain).sum(-1).T / norm
         sink = sinks.float()[:, None]
-        sigma = (attend(sinks).float() * plain).sum(-1).T / norm
-        return sink + torch.logit(sigma.clamp(0.0, ceiling)), sink - other_lse > reach
+        ceiling = 1.0 - torch.finfo(out.dtype).eps
+        reach = _REACH.get(out.dtype, _DEFAULT_REACH)
+        return out, norm, sink + torch.logit(sigma.clamp_(0.0, ceiling)), sink - other_lse > reach
 
-    lse, far = estimate(other_lse.amax(1))
+    out, norm, lse, far = estimate(other_lse.amax(1))
     while far.any():
-        again, still_far = estimate(other_lse.masked_fill(~far, -torch.inf).amax(1))
+        _, _, again, still_far = estimate(other_lse.masked_fill(~far, -torch.inf).amax(1))
         lse = torch.where(far, again, lse)
         far &= still_far
-    return lse, unknown
+    return out, lse, norm < out.shape[-1] * _SMALL.get(out.dtype, _DEFAULT_SMALL) ** 2
+
+
+def give_heads_twice(query: Tensor, num_kv_heads: int) -> Tensor:
+    """``[T, Hq, D] -> [T, 2 Hq, D]``: the query heads of each KV head, then the same again."""
+    groups = query.unflatten(1, (num_kv_heads, -1))
+    return torch.cat([groups, groups], 2).flatten(1, 2)
+
+
+def sinks_for_both(sinks: Tensor, num_kv_heads: int) -> Tensor:
+    """``[Hq] -> [2 Hq]`` for `give_heads_twice`: no sink to speak of, then the sinks."""
+    groups = sinks.view(num_kv_heads, -1)
+    return torch.cat([torch.full_like(groups, _NO_SINK), groups], 1).flatten()
+
+
+def part_both(out: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor]:
+    """``[T, 2 Hq, D]`` of both halves -> two views ``[T, Hkv, g, D]`` as ``[T, Hq, D]``."""
+    plain, with_sink = out.unflatten(1, (num_kv_heads, 2, -1)).unbind(2)
+    return plain.flatten(1, 2), with_sink.flatten(1, 2)
