@@ -11,15 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-
-pytest.importorskip("vllm._custom_ops", reason="needs vLLM's CPU engine")
-from vllm.platforms import current_platform
-
-if not current_platform.is_cpu():
-    pytest.skip("needs vLLM's CPU engine", allow_module_level=True)
-current_platform.import_kernels()
-torch.cpu._init_amx()
-
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import cpu_attn
 
@@ -46,9 +37,11 @@ class Bench:
 
 def _bench(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, isa: str, blocks: int) -> Bench:
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype))
-    with mock.patch.object(cpu_attn, "get_current_vllm_config", lambda: config):
-        with mock.patch.object(cpu_attn, "_get_attn_isa", lambda *args: isa):
-            impl = cpu.RelayImpl(heads, dim, dim**-0.5, kv_heads, None, None, "auto")
+    with (
+        mock.patch.object(cpu_attn, "get_current_vllm_config", lambda: config),
+        mock.patch.object(cpu_attn, "_get_attn_isa", lambda *args: isa),
+    ):
+        impl = cpu.RelayImpl(heads, dim, dim**-0.5, kv_heads, None, None, "auto")
     impl.isa = isa
     layer = SimpleNamespace(isa=isa, layer_name="layer", _k_scale_float=1.0, _v_scale_float=1.0)
     impl.prepare(layer, BLOCK, dtype)
@@ -192,8 +185,8 @@ def test_a_reused_block_is_read_anew() -> None:
     common = _common(TABLES, LENS)
     query = torch.randn(len(LENS), 4, 64).to(dtype)
     _assert_as_good(*_outputs(bench, common, query), dtype)
-    # The blocks of the first group are freed and given to requests with other tokens: a prefill step
-    # that writes them, then a decode step with the very same block table.
+    # The blocks of the first group are freed and given to requests with other tokens: a prefill
+    # step that writes them, then a decode step with the very same block table.
     prefill = common.replace(
         max_query_len=96,
         num_actual_tokens=96,

@@ -4,10 +4,10 @@ writes.
 
 import pytest
 import torch
+from vllm import _custom_ops as ops
 
 from vllm_relay.backend.layout import BlockLayout, find_layout
 
-ops = pytest.importorskip("vllm._custom_ops", reason="needs vLLM's CPU engine")
 HEADS, BLOCKS = 3, 5
 
 
@@ -18,15 +18,6 @@ def _writer(isa: str):
         ops.cpu_attn_reshape_and_cache(key, value, keys, values, slots, isa)
 
     return write
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _kernels() -> None:
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        pytest.skip("needs vLLM's CPU engine")
-    current_platform.import_kernels()
 
 
 def _isas(dtype: torch.dtype) -> list[str]:

@@ -99,7 +99,7 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
             # Connectors write blocks outside forward passes, unseen by `SegmentCopies`.
             reason = "a KV connector is configured"
         elif all(impl.refusal is not None for impl in impls):
-            reason = "no layer is supported (" + ", ".join(refusals) + ")"
+            reason = f"no layer is supported ({', '.join(refusals) or 'none has attention'})"
         if reason is not None:
             metrics.say_once(f"not used: {reason}; vLLM's own CPU attention serves these layers")
         elif refusals:
@@ -131,7 +131,7 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         return None if plan is None else self._step(common, plan)
 
     def _find_plan(self, table: np.ndarray, lens: np.ndarray) -> RelayPlan | None:
-        forest = find_forest(table, lens - 1, self.block_size)
+        forest = find_forest(table, np.maximum(lens - 1, 0), self.block_size)
         forest = select(forest, min_saved_tokens=self._config.min_saved_tokens)
         for level in forest.levels:
             fitting = tuple(
@@ -203,10 +203,7 @@ class RelayImpl(CPUAttentionBackendImpl):
             (self.alibi_slopes is not None, "ALiBi"),
             (bool(self.logits_soft_cap), "a logits soft cap"),
             (self.sinks is not None, "attention sinks"),
-            (
-                self.kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
-                "a quantised KV cache",
-            ),
+            (self.kv_cache_dtype != "auto", "a quantised KV cache"),
         )
         return next((name for applies, name in checks if applies), None)
 

@@ -73,14 +73,11 @@ class BlockLayout:
         """
         for operand, rows in ((self.key, keys), (self.value, values)):
             source = operand.view(kv_cache)
-            block = operand.token.size
-            target = rows.unflatten(
-                1, (-1, operand.token.size // operand.token.inner, operand.token.inner)
-            )
+            # [H, T, D] -> [H, blocks, T1, T0, D1, D0], as the source is per block
+            target = rows.unflatten(1, (len(block_ids), -1, operand.token.inner))
             target = target.unflatten(4, (-1, operand.channel.inner))
             for i, block_id in enumerate(block_ids):
                 target[:, i].copy_(source[block_id])
-            assert rows.shape[1] == len(block_ids) * block
 
 
 def find_layout(
