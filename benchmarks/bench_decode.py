@@ -2,9 +2,9 @@
 
     python benchmarks/bench_decode.py --shared 8192 2048 0 --save
 
-The model has 4 layers, 16 query and 16 KV heads of size 128 (the shape attention weighs most in)
-and random weights of realistic scale. ``--shared 0`` is a batch with nothing shared: what the
-plugin costs when it cannot help.
+The model has 4 layers, by default with 16 query and 16 KV heads of size 128 (attention weighs most
+in that shape), and random weights of realistic scale. ``--shared 0`` is a batch with nothing
+shared: what the plugin costs when it cannot help.
 """
 
 import argparse
@@ -37,12 +37,15 @@ Answer = list[tuple[int, float]]
 class Engine:
     """One `vllm.LLM`, stepped by hand so that decode steps can be timed apart from prefill."""
 
-    def __init__(self, model: Path, backend: str, max_model_len: int, requests: int) -> None:
+    def __init__(
+        self, model: Path, backend: str, settings: dict[str, int], max_model_len: int, requests: int
+    ) -> None:
         from vllm import LLM  # seconds to import: --help should not wait for it
 
         self._llm = LLM(
             str(model),
             attention_backend=backend,
+            additional_config={"relay": settings},
             skip_tokenizer_init=True,
             max_model_len=max_model_len,
             max_num_seqs=requests,
@@ -126,6 +129,9 @@ def measure(engines: dict[str, Engine], shared: int, args: argparse.Namespace) -
     after = engines["relay"].counters()
     ratios = [r / s for r, s in zip(rates["relay"], rates["stock"], strict=True)]
     return {
+        "query_heads": args.heads[0],
+        "kv_heads": args.heads[1],
+        "head_size": args.heads[2],
         "shared_tokens": shared,
         "own_tokens": args.own,
         "requests": args.requests,
@@ -186,6 +192,15 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--steps", type=int, default=48, help="tokens each request produces")
     parser.add_argument("--repeats", type=int, default=7, help="measured rounds per case")
+    parser.add_argument(
+        "--heads",
+        type=int,
+        nargs=3,
+        default=[16, 16, 128],
+        metavar=("QUERY", "KV", "SIZE"),
+        help="query heads, KV heads and head size of the model",
+    )
+    parser.add_argument("--min-saved-tokens", type=int, help="the setting of that name")
     parser.add_argument("--save", action="store_true", help="write a CSV to benchmarks/results")
     args = parser.parse_args()
     console = Console()
@@ -194,9 +209,15 @@ def main() -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     with tempfile.TemporaryDirectory() as folder:
         console.print("writing a model with random weights, starting two engines (a minute or two)")
-        model = write_random_model(Path(folder), 16, 16, 128)
+        model = write_random_model(Path(folder), *args.heads)
         longest = max(args.shared) + args.own + args.steps
-        engines = {n: Engine(model, b, longest, args.requests) for n, b in BACKENDS.items()}
+        settings = (
+            {} if args.min_saved_tokens is None else {"min_saved_tokens": args.min_saved_tokens}
+        )
+        engines = {
+            name: Engine(model, backend, settings, longest, args.requests)
+            for name, backend in BACKENDS.items()
+        }
         rows = []
         for shared in args.shared:
             rows.append(measure(engines, shared, args))

@@ -81,6 +81,14 @@ def test_outputs_too_small_to_tell_are_named(dtype: torch.dtype) -> None:
     assert torch.equal(unknown, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_lses_beyond_the_resolution_of_a_sink_end_too(dtype: torch.dtype) -> None:
+    _, lse, _, system_lse, kernel = _case(dtype, 0.0, 3.0)
+    lse += 5000
+    _, found, _ = attend_with_lse(kernel, (system_lse + 5000).float())
+    assert found.isfinite().all() and kernel.calls <= ROWS + 1
+
+
 def test_a_nan_ends_in_the_result_and_not_in_a_loop() -> None:
     out, _, _, system_lse, kernel = _case(torch.bfloat16, 0.0, 0.0)
     system_lse[1, 1] = torch.nan

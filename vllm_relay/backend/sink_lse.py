@@ -61,8 +61,11 @@ def attend_with_lse(
         sigma = (out_sink.float() * plain).sum(-1).T / norm
         sink = sinks.float()[:, None]
         ceiling = 1.0 - torch.finfo(out.dtype).eps
+        lse = sink + torch.logit(sigma.clamp_(0.0, ceiling))
+        # What is highest is never far, though a sink be rounded far above it: each round ends some.
         reach = _REACH.get(out.dtype, _DEFAULT_REACH)
-        return out, norm, sink + torch.logit(sigma.clamp_(0.0, ceiling)), sink - other_lse > reach
+        far = (sink - other_lse > reach) & (other_lse < highest[:, None])
+        return out, norm, lse, far
 
     out, norm, lse, far = estimate(other_lse.amax(1))
     while far.any():
