@@ -17,7 +17,7 @@ from tests.e2e.engine import SMOLLM2, run_engine
 STEPS = 64
 BLOCK = 128
 # tokens of each group's shared prefix, its members, and tokens that each member adds
-GROUPS = ((600, 14, 300), (420, 10, 300), (300, 8, 200))
+GROUPS = ((600, 14, 60), (420, 10, 60), (300, 8, 90))
 LONERS = 5
 
 pytestmark = pytest.mark.engine
