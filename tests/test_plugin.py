@@ -78,6 +78,16 @@ def test_a_config_can_be_unpickled_where_nothing_is_registered_yet() -> None:
     assert out.split()[-1] == "RELAY"
 
 
+def test_the_name_is_known_before_any_engine_is_made() -> None:
+    out = _python(
+        """
+        from vllm.config import AttentionConfig
+        print(AttentionConfig(backend="Relay").backend.name)
+        """
+    )
+    assert out.split()[-1] == "RELAY"
+
+
 def test_an_engine_out_of_range_stops_register_with_the_reason() -> None:
     out = _python(
         """

@@ -18,3 +18,14 @@ def register() -> None:
     from vllm_relay import plugin
 
     plugin.register()
+
+
+def register_name() -> None:
+    """Make the name ``relay`` known before any config object is made.
+
+    Entry point ``vllm.platform_plugins``, which vLLM calls while it is imported. Returning None
+    says that this is no platform; a failure is left for `register` to report.
+    """
+    from vllm_relay import plugin
+
+    plugin.backend_member()

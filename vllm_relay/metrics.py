@@ -5,11 +5,13 @@ In another process than the engine's workers the counters stay zero; ask the wor
 """
 
 import logging
+import time
 from dataclasses import asdict, dataclass
 from multiprocessing import util
 
 from vllm_relay.sharing import RelayPlan
 
+REPORT_SECONDS = 60.0
 # A child of vLLM's own logger: its handlers, format and level apply.
 logger = logging.getLogger("vllm.relay")
 
@@ -27,6 +29,7 @@ class _Counters:
 _counters = _Counters()
 _said: set[str] = set()
 _speaks = True
+_reported_at = time.monotonic()
 
 
 def counters() -> dict[str, int]:
@@ -59,6 +62,7 @@ def count_step(plan: RelayPlan | None, kv_bytes_per_token: int) -> None:
     _counters.requests += len(plan.rows)
     _counters.tokens_shared += plan.tokens_shared
     _counters.kv_bytes_not_read += (plan.tokens_stock - plan.tokens_relay) * kv_bytes_per_token
+    _report_now_and_then()
 
 
 def _announce(plan: RelayPlan) -> None:
@@ -93,6 +97,19 @@ def report_at_exit(*, speak: bool) -> None:
         # multiprocessing's finalizers run in spawned and in forked workers; atexit does not run in
         # forked ones.
         util.Finalize(None, _log_counters, exitpriority=0)
+
+
+def _report_now_and_then() -> None:
+    """One line every `REPORT_SECONDS` while steps are relayed.
+
+    The line at exit is not certain: unless ``--shutdown-timeout`` gives them time, vLLM kills its
+    workers when a server stops.
+    """
+    global _reported_at
+    now = time.monotonic()
+    if _speaks and now - _reported_at >= REPORT_SECONDS:
+        _reported_at = now
+        _log_counters()
 
 
 def _log_counters() -> None:
