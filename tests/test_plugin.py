@@ -8,8 +8,8 @@ import textwrap
 
 import pytest
 
-from tests.e2e.engine import environment
-from vllm_relay.plugin import check_engine_version
+from tests.e2e.engine import ROOT, environment
+from vllm_relay.plugin import SUPPORTED, check_engine_version
 
 
 def _python(code: str, *, with_log: bool = False) -> str:
@@ -37,6 +37,12 @@ def test_other_engines_are_refused_with_the_range(version: str) -> None:
         check_engine_version(version)
 
 
+def test_the_range_is_the_same_wherever_it_is_written() -> None:
+    low, high = (".".join(map(str, version)) for version in SUPPORTED)
+    assert f'cuda = ["vllm>={low},<{high}"]' in (ROOT / "pyproject.toml").read_text()
+    assert f"{low} to 0.{SUPPORTED[1][1] - 1} are accepted" in (ROOT / "README.md").read_text()
+
+
 def test_importing_the_package_loads_neither_torch_nor_vllm() -> None:
     out = _python("import sys, vllm_relay; print({'torch', 'vllm', 'numpy'} & set(sys.modules))")
     assert out.strip() == "set()"
@@ -62,7 +68,7 @@ def test_register_is_idempotent_and_keeps_one_member() -> None:
 def test_a_config_can_be_unpickled_where_nothing_is_registered_yet() -> None:
     out = _python(
         """
-        import copy, pickle, subprocess, sys
+        import copy, os, pickle, subprocess, sys
         import vllm_relay
         vllm_relay.register()
         from vllm.config import AttentionConfig
@@ -71,6 +77,7 @@ def test_a_config_can_be_unpickled_where_nothing_is_registered_yet() -> None:
         assert copy.deepcopy(config).backend is E["RELAY"]
         assert pickle.loads(pickle.dumps(E["CPU_ATTN"])) is E["CPU_ATTN"]
         code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).backend.name)"
+        os.environ["VLLM_PLUGINS"] = ""  # the child knows the plugin from the pickle alone
         done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(config), stdout=-1)
         print(done.stdout.decode())
         """
@@ -91,8 +98,8 @@ def test_the_name_is_known_before_any_engine_is_made() -> None:
 def test_an_engine_out_of_range_stops_register_with_the_reason() -> None:
     out = _python(
         """
-        import vllm
-        vllm.__version__ = "0.99.0"
+        import vllm.version
+        vllm.version.__version__ = "0.99.0"
         import vllm_relay
         try:
             vllm_relay.register()

@@ -28,4 +28,5 @@ def register_name() -> None:
     """
     from vllm_relay import plugin
 
+    plugin.check_engine_version()
     plugin.backend_member()

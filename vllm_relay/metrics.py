@@ -36,7 +36,8 @@ def counters() -> dict[str, int]:
     """What this process counted since it started.
 
     Returns:
-        steps: attention steps planned. steps_relayed: those with at least one group.
+        steps: steps planned, per KV cache group. steps_relayed: those with at least one group of
+            requests.
         groups, requests: sums over relayed steps. tokens_shared: KV tokens of segments, once per
             group and step.
         kv_bytes_not_read: KV bytes that vLLM's own path would have read in addition, all layers of
@@ -79,23 +80,22 @@ def _announce(plan: RelayPlan) -> None:
 
 def say_once(message: str, level: int = logging.WARNING) -> None:
     """Log ``relay: message`` the first time this process meets it."""
-    if message not in _said:
+    if _speaks and message not in _said:
         _said.add(message)
         logger.log(level, "relay: %s", message)
 
 
-def report_at_exit(*, speak: bool) -> None:
-    """Log one line with the counters when this process ends in order. Idempotent.
-
-    Args:
-        speak: False in all but one worker of an engine, whose counters are alike.
-    """
+def set_speaker(speaks: bool) -> None:
+    """Whether this process writes to the log: of an engine's workers one does."""
     global _speaks
-    _speaks = speak
-    if speak and "report" not in _said:
+    _speaks = speaks
+
+
+def report_at_exit() -> None:
+    """Log one line with the counters when this process ends in order. Idempotent."""
+    if _speaks and "report" not in _said:
         _said.add("report")
-        # multiprocessing's finalizers run in spawned and in forked workers; atexit does not run in
-        # forked ones.
+        # multiprocessing's finalizers run in forked workers too, atexit does not.
         util.Finalize(None, _log_counters, exitpriority=0)
 
 

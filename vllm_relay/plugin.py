@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_relay import metrics
 
-# The engines whose interfaces were read and tried; README and setup.py quote this range.
+# The engines whose interfaces were read; a test holds pyproject.toml and README to it.
 SUPPORTED = (0, 26), (0, 34)
 BACKEND_NAME = "RELAY"
 BACKEND_PATH = "vllm_relay.backend.RelayBackend"
@@ -21,7 +21,7 @@ def register() -> None:
     Raises:
         RuntimeError: vLLM is outside `SUPPORTED`.
     """
-    check_engine_version(_engine_version())
+    check_engine_version()
     backend_member()
     from vllm.platforms import current_platform
 
@@ -30,8 +30,12 @@ def register() -> None:
     _add_worker_method()
 
 
-def check_engine_version(version: str) -> None:
-    """Raise RuntimeError unless ``version`` (for instance ``0.32.0+cpu``) is in `SUPPORTED`."""
+def check_engine_version(version: str | None = None) -> None:
+    """Raise RuntimeError unless ``version``, by default vLLM's, is in `SUPPORTED`."""
+    if version is None:
+        import vllm.version
+
+        version = str(vllm.version.__version__)
     low, high = SUPPORTED
     parts = version.split("+")[0].split(".")
     try:
@@ -48,12 +52,6 @@ def _range_error(version: str) -> str:
         f"vllm-relay supports vLLM >= {lo}.{hi}, < {lo2}.{hi2}; found {version}. "
         "Install a matching pair, or start vLLM without this plugin: VLLM_PLUGINS=''."
     )
-
-
-def _engine_version() -> str:
-    import vllm
-
-    return str(vllm.__version__)
 
 
 def backend_member() -> Any:

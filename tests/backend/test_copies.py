@@ -1,6 +1,7 @@
 """Copies of shared segments live only while they are true (contract 2), and within their bound."""
 
 import numpy as np
+import pytest
 import torch
 
 from vllm_relay.backend.copies import SegmentCopies, written_blocks
@@ -25,46 +26,54 @@ def _copies(*segments: tuple[int, ...], max_bytes: int = 1000) -> SegmentCopies:
 
 def test_a_copy_survives_a_step_that_holds_and_does_not_write_its_blocks() -> None:
     copies = _copies((5, 6))
-    before = copies.get(_ids(5, 6))
+    before = list(copies)
     copies.begin_step(_table((1, 2, 3), (5, 6, 9)), np.array([3, 2]), np.array([9, 3]))
-    assert copies.get(_ids(5, 6)) is before
+    assert list(copies) == before and copies.get(_ids(5, 6)) == (before[0], 2)
 
 
-def test_a_copy_dies_when_one_of_its_blocks_is_written() -> None:
-    copies = _copies((5, 6))
-    copies.begin_step(_table((5, 6, 9)), np.array([2]), np.array([9, 6]))
+def test_a_copy_is_cut_before_a_block_that_is_written() -> None:
+    copies = _copies((5, 6, 7))
+    copies.begin_step(_table((5, 6, 7, 9)), np.array([3]), np.array([9, 6]))
+    assert [c.block_ids.tolist() for c in copies] == [[5]]
+    copies.begin_step(_table((5, 6, 7, 9)), np.array([3]), np.array([5]))
     assert len(copies) == 0
 
 
-def test_a_copy_dies_when_no_row_holds_its_blocks_in_order_and_computed() -> None:
-    for table, computed in (
-        (_table((5, 7, 9)), 3),
-        (_table((6, 5, 9)), 3),
-        (_table((5, 6, 9)), 1),
-        (_table((5,)), 1),
+def test_a_copy_is_cut_to_what_some_row_holds_in_order_and_computed() -> None:
+    for table, computed, left in (
+        (((5, 6, 7), (5, 8, 7)), (2, 3), [5, 6]),
+        (((5, 8, 7),), (3,), [5]),
+        (((6, 5, 7),), (3,), []),
+        (((5, 6, 7),), (1,), [5]),
+        (((5,),), (1,), [5]),
     ):
-        copies = _copies((5, 6))
-        copies.begin_step(table, np.array([computed]), NOTHING)
-        assert len(copies) == 0
+        copies = _copies((5, 6, 7))
+        copies.begin_step(_table(*table), np.array(computed), NOTHING)
+        assert [c.block_ids.tolist() for c in copies] == ([left] if left else [])
 
 
 def test_a_shorter_segment_uses_the_longer_copy_and_a_longer_one_replaces_it() -> None:
     copies = _copies((5, 6, 7))
-    assert copies.get(_ids(5, 6)) is copies.get(_ids(5, 6, 7))
+    (copy,) = copies
+    assert copies.get(_ids(5, 6)) == (copy, 2)
+    assert copies.get(_ids(5, 6, 7)) == (copy, 3)
     assert copies.nbytes == 30
-    assert copies.get(_ids(5, 6, 7, 8)) is not None
-    assert (len(copies), copies.nbytes) == (1, 40)
-    assert copies.get(_ids(5, 7)) is not None
-    assert len(copies) == 2
+    longer, blocks = copies.get(_ids(5, 6, 7, 8)) or pytest.fail("no copy")
+    assert (len(copies), copies.nbytes, blocks) == (1, 40, 4)
+    other, blocks = copies.get(_ids(5, 7)) or pytest.fail("no copy")
+    assert list(copies) == [longer, other] and other.block_ids.tolist() == [5, 7] and blocks == 2
 
 
-def test_the_bound_holds_and_a_refused_copy_costs_nothing() -> None:
-    copies = _copies((1, 2), max_bytes=40)
-    assert copies.get(_ids(3, 4, 5)) is None
-    assert copies.nbytes == 20
-    assert copies.get(_ids(3, 4)) is not None
-    # growing (1, 2) to three blocks would need 30 beside the 20 of (3, 4)
-    assert copies.get(_ids(1, 2, 9)) is None
+def test_what_no_group_uses_makes_room_and_what_one_uses_does_not() -> None:
+    copies = _copies((1, 2), (3, 4), max_bytes=40)
+    used, _ = copies.get(_ids(3, 4)) or pytest.fail("no copy")
+    new, blocks = copies.get(_ids(7, 8, 9), in_use=[used]) or pytest.fail("no copy")
+    # as many as fit beside what is in use
+    assert (new.block_ids.tolist(), blocks) == ([7, 8], 2)
+    assert list(copies) == [used, new] and copies.nbytes == 40
+    assert copies.get(_ids(1, 2), in_use=[used, new]) is None
+    # a copy that begins alike serves as far as it is alike, and no further
+    assert copies.get(_ids(3, 9), in_use=[used, new]) == (used, 1)
     assert copies.nbytes == 40
 
 
@@ -90,8 +99,7 @@ class _RowMajor:
 def test_a_layer_is_copied_once_and_sliced_for_shorter_segments() -> None:
     cache = torch.randn(10, 2, 4, 6)
     layout = _RowMajor()
-    segment = _copies((5, 6, 7)).get(_ids(5, 6))
-    assert segment is not None
+    (segment,) = _copies((5, 6, 7))
     keys, values = segment.layer("a", cache, layout, 2)  # type: ignore[arg-type]
     assert keys.shape == values.shape == (8, 2, 3)
     rows = cache.view(10, 2, 2, 4, 3)

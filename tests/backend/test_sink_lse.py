@@ -14,7 +14,7 @@ from vllm_relay.backend.sink_lse import (
 from vllm_relay.ops import reference
 
 HEADS, ROWS, DIM = 5, 7, 64
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float32)
 
 
 class Kernel:
@@ -62,8 +62,9 @@ def test_the_fused_output_moves_by_less_than_its_rounding(
     assert kernel.calls == 1 or spread > 0
 
 
-def test_one_call_is_enough_for_rows_alike() -> None:
-    _, _, _, system_lse, kernel = _case(torch.bfloat16, 0.0, 3.0)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_call_is_enough_for_rows_alike(dtype: torch.dtype) -> None:
+    _, _, _, system_lse, kernel = _case(dtype, 0.0, 5.0)
     attend_with_lse(kernel, system_lse.float())
     assert kernel.calls == 1
 
@@ -72,12 +73,9 @@ def test_one_call_is_enough_for_rows_alike() -> None:
 def test_outputs_too_small_to_tell_are_named(dtype: torch.dtype) -> None:
     out, _, _, system_lse, kernel = _case(dtype, 0.0, 0.0)
     out[2, 3] = 0
-    if dtype == torch.float16:
-        out[4, 1] *= 1e-4
     _, _, unknown = attend_with_lse(kernel, system_lse.float())
     expected = torch.zeros(HEADS, ROWS, dtype=torch.bool)
     expected[3, 2] = True
-    expected[1, 4] = dtype == torch.float16
     assert torch.equal(unknown, expected)
 
 

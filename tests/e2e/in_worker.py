@@ -58,7 +58,21 @@ def _wrong_layout(stock: Any) -> Any:
     return system_attention
 
 
-PLANTS = {"lse": _wrong_lse, "block": _skipped_block, "layout": _wrong_layout}
+def _wrong_context_lse(stock: Any) -> Any:
+    def attend_with_lse(*args: Any) -> Any:
+        out, lse, unknown = stock(*args)
+        return out, lse + 0.1, unknown
+
+    return attend_with_lse
+
+
+# name -> what of vllm_relay.backend.cpu is replaced, and by what
+PLANTS = {
+    "lse": ("system_attention", _wrong_lse),
+    "context-lse": ("attend_with_lse", _wrong_context_lse),
+    "block": ("system_attention", _skipped_block),
+    "layout": ("system_attention", _wrong_layout),
+}
 
 
 _watched = {"reads": 0, "stale": 0, "dropped": 0}
@@ -108,4 +122,5 @@ class WorkerExtension:
         if name is not None:
             from vllm_relay.backend import cpu
 
-            mock.patch.object(cpu, "system_attention", PLANTS[name](cpu.system_attention)).start()
+            attribute, wrong = PLANTS[name]
+            mock.patch.object(cpu, attribute, wrong(getattr(cpu, attribute))).start()

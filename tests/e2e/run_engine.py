@@ -56,8 +56,8 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
                 ],
             }
         )
-    counters = llm.collective_rpc("relay_counters")[0]
-    return {"passes": results, "counters": counters}
+    workers = llm.collective_rpc("relay_counters")
+    return {"passes": results, "counters": workers[0], "workers": workers}
 
 
 if __name__ == "__main__":

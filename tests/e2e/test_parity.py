@@ -109,7 +109,7 @@ def test_logprobs_stay_within_twice_the_distance_of_vllms_own(name: str, tmp_pat
 
     for dtype, plants, share in (
         ("bfloat16", ["block", "layout"], 1.0),
-        ("float32", ["lse"], FP32_SHARE),
+        ("float32", ["lse", "context-lse"], FP32_SHARE),
     ):
         result = run(dtype, [None, *plants], **relay)
         steps = len(result["passes"]) * (STEPS - 8)

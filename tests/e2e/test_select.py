@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from openai import OpenAI
 
@@ -32,6 +33,17 @@ def _ask_together(url: str, questions: list[str]) -> list[str]:
     return [choice.text for choice in done.choices]
 
 
+# Root mean square of log-probability differences: rounding makes 0.03 here, foreign KV more than 1.
+# The sharp bound is that of test_parity.py.
+COARSE = 0.15
+
+
+def _distance(result: dict[str, Any], reference: dict[str, Any]) -> float:
+    assert result["tokens"] == reference["tokens"]
+    difference = np.array(result["logprobs"]) - np.array(reference["logprobs"])
+    return float(np.sqrt(np.mean(difference**2)))
+
+
 QUESTIONS = [f"What is {n} plus {n}? " for n in range(2, 8)]
 
 
@@ -46,23 +58,6 @@ def test_the_config_file_in_any_case(tmp_path: Path) -> None:
     text = log.read_text()
     assert "6 requests share " in text and " tokens in 1 group: " in text
     assert "relay: steps=" in text and "steps_relayed=0" not in text
-
-
-def test_tensor_parallel_workers_from_the_command_line(tmp_path: Path) -> None:
-    log = tmp_path / "server.log"
-    flags = ["--attention-backend", "relay", "--additional-config", json.dumps(SETTINGS)]
-    flags += ["--tensor-parallel-size", "2", *SMALL]
-    model = write_random_model(tmp_path / "model", 4, 2, 64)
-    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    with serving(model, [*flags, "--skip-tokenizer-init"], log, env=env) as server:
-        client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
-        prefix = list(range(3, 603))
-        prompts = [[*prefix, 700 + i, 5] for i in range(6)]
-        client.completions.create(model=str(model), prompt=prefix, max_tokens=1)
-        client.completions.create(model=str(model), prompt=prompts, max_tokens=12)
-    text = log.read_text()
-    assert "Worker_TP1" in text
-    assert text.count("6 requests share 512 tokens in 1 group") == 1
 
 
 def _engine(model: Path, **engine: Any) -> dict[str, Any]:
@@ -81,6 +76,36 @@ def _engine(model: Path, **engine: Any) -> dict[str, Any]:
         "force": None,
         "passes": [None],
     }
+
+
+def test_tensor_parallel_workers_answer_as_vllms_own(tmp_path: Path) -> None:
+    model = write_random_model(tmp_path / "model", 4, 2, 64)
+    bind = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    stock = run_engine(tmp_path, _engine(model, tensor_parallel_size=2), **bind)["passes"][0]
+    spec = _engine(model, tensor_parallel_size=2, attention_backend="relay")
+    result = run_engine(tmp_path, {**spec, "force": stock["tokens"]}, **bind)
+    assert len(result["workers"]) == 2
+    assert all(worker["steps_relayed"] >= 8 for worker in result["workers"])
+    # each worker reads its half of the KV heads; only one of them writes to the log
+    assert result["log"].count("6 requests share 512 tokens in 1 group") == 1
+    assert _distance(result["passes"][0], stock) < COARSE
+
+
+def test_steps_with_speculated_tokens_run_on_vllms_own_path(tmp_path: Path) -> None:
+    model = write_random_model(tmp_path / "model", 4, 2, 64)
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    spec = _engine(model, speculative_config=ngram)
+    prefix = spec["warm_up"][0] * 2  # repeats itself: every request finds something to speculate
+    spec["prompts"] = [[*prefix, 700 + i, *prefix[:20]] for i in range(6)]
+    stock = run_engine(tmp_path, spec)["passes"][0]
+    relay = {**spec, "engine": spec["engine"] | {"attention_backend": "relay"}}
+    result = run_engine(tmp_path, relay)
+    assert result["counters"]["steps"] > result["counters"]["steps_relayed"]
+    assert [len(tokens) for tokens in result["passes"][0]["tokens"]] == [12] * 6
+    same = [
+        a[0] == b[0] for a, b in zip(result["passes"][0]["tokens"], stock["tokens"], strict=True)
+    ]
+    assert all(same)
 
 
 def test_a_forked_engine_and_an_attention_config(tmp_path: Path) -> None:
@@ -103,7 +128,7 @@ def test_a_forked_engine_and_an_attention_config(tmp_path: Path) -> None:
             {},
             "a sliding window",
         ),
-        ({}, {"kv_cache_dtype": "fp8"}, "a quantised KV cache"),
+        ({}, {"kv_cache_dtype": "fp8"}, "a fp8 KV cache"),
     ],
     ids=["sliding-window", "fp8"],
 )

@@ -4,15 +4,19 @@ The torch kernel for system attention wants dense keys and values; the CPU engin
 neither dense nor row-major. A copy is made once per segment and layer and reused while it is true:
 nothing derived from the contents of blocks may outlive an unbroken reference on those blocks.
 
-A block's contents change only when a forward pass writes a slot of it, and each pass is announced
-to the metadata builder of its KV cache group with the slots that it will write. So
-`SegmentCopies.begin_step` sees every write before it happens. It drops a copy
-  - when the step writes any slot of its blocks: they were freed and given to other tokens, and
-  - when no row of the step holds exactly its blocks in its leading columns: nobody is left to
-    vouch for them.
-KV connectors write blocks outside forward passes; with one configured nothing is copied at all.
+A block's contents change when a forward pass writes a slot of it, and each pass is announced to the
+metadata builder of its KV cache group with the slots that it will write. So
+`SegmentCopies.begin_step` sees every write before it happens. It cuts a copy back to its longest
+beginning
+  - of which the step writes no slot: a block that is written was freed and given to other tokens;
+  - which some row of the step holds in its leading columns, computed: otherwise nobody is left to
+    vouch for it.
+Between passes the engine zeroes newly allocated blocks and may copy a partly filled block for a
+request that goes on in it: both belong to one request, which writes them in the step that follows.
+KV connectors write any block between passes; with one configured nothing is copied at all.
 """
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,7 +25,7 @@ import torch
 from vllm_relay.backend.layout import BlockLayout
 
 
-@dataclass
+@dataclass(eq=False)
 class SegmentCopy:
     """Row-major keys and values of one run of blocks, filled layer by layer on first use."""
 
@@ -72,49 +76,73 @@ class SegmentCopies:
     def begin_step(
         self, block_table: np.ndarray, computed_blocks: np.ndarray, written_blocks: np.ndarray
     ) -> None:
-        """Drop what this step makes untrue; call it before every forward pass that writes KV.
+        """Cut off what this step makes untrue; call it before every forward pass that writes KV.
 
         Args:
-            block_table: ``[R, M]`` int32 of the step's rows. computed_blocks: ``[R]`` full blocks
-                that each row had computed before this step. written_blocks: ids of the blocks that
-                the step writes to.
+            block_table: ``[R, M]`` int32 of the step's rows.
+            computed_blocks: ``[R]`` full blocks that each row had computed before this step.
+            written_blocks: ids of the blocks that the step writes to.
         """
+        for copy in self._copies:
+            ids = copy.block_ids[: block_table.shape[1]]
+            same = block_table[:, : len(ids)] == ids
+            same &= np.arange(len(ids)) < computed_blocks[:, None]
+            held = same.cumprod(axis=1).any(axis=0).sum()
+            written = np.isin(ids[:held], written_blocks)
+            copy.block_ids = ids[: written.argmax() if written.any() else held]
+        self._copies = [copy for copy in self._copies if len(copy.block_ids)]
 
-        def held(block_ids: np.ndarray) -> bool:
-            rows = block_table[computed_blocks >= len(block_ids), : len(block_ids)]
-            return bool((rows == block_ids).all(axis=1).any())
-
-        self._copies = [
-            copy
-            for copy in self._copies
-            if held(copy.block_ids) and not np.isin(written_blocks, copy.block_ids).any()
-        ]
-
-    def get(self, block_ids: np.ndarray) -> SegmentCopy | None:
-        """The copy that begins with these blocks, made if need be; None when it would not fit.
+    def get(
+        self, block_ids: np.ndarray, in_use: Collection[SegmentCopy] = ()
+    ) -> tuple[SegmentCopy, int] | None:
+        """A copy of these blocks, made if need be, or of as many of them as the bound allows.
 
         Args:
             block_ids: int32, the segment's blocks from the first column on.
+            in_use: copies that must not make room for this one.
+
+        Returns:
+            A copy and how many of its leading blocks are those asked for; None for not one.
         """
-        count = len(block_ids)
+        best, have = None, 0
         for copy in self._copies:
-            if len(copy.block_ids) >= count and np.array_equal(copy.block_ids[:count], block_ids):
-                return copy
-        # A longer segment replaces the copies it begins with: they would be held twice otherwise.
-        kept = [
+            common = _common_length(copy.block_ids, block_ids)
+            if common > have:
+                best, have = copy, common
+        found = None if best is None else (best, have)
+        if have == len(block_ids):
+            return found
+        kept = [c for c in self._copies if c in in_use]
+        room = (self._max_bytes - sum(c.nbytes for c in kept)) // self._bytes_per_block
+        count = min(len(block_ids), room)
+        if count <= have:
+            return found
+        # Copies that no group of this step uses make room, oldest first, and at once when the new
+        # one holds what they hold.
+        spare = [
             c
             for c in self._copies
-            if not np.array_equal(c.block_ids, block_ids[: len(c.block_ids)])
+            if c not in in_use and _common_length(c.block_ids, block_ids[:count]) < len(c.block_ids)
         ]
         nbytes = count * self._bytes_per_block
-        if sum(c.nbytes for c in kept) + nbytes > self._max_bytes:
-            return None
-        copy = SegmentCopy(block_ids.copy(), nbytes)
-        self._copies = [*kept, copy]
-        return copy
+        while spare and sum(c.nbytes for c in (*kept, *spare)) + nbytes > self._max_bytes:
+            spare.pop(0)
+        copy = SegmentCopy(block_ids[:count].copy(), nbytes)
+        self._copies = [*(c for c in self._copies if c in kept or c in spare), copy]
+        return copy, count
 
     def __len__(self) -> int:
         return len(self._copies)
+
+    def __iter__(self) -> Iterator[SegmentCopy]:
+        return iter(self._copies)
+
+
+def _common_length(a: np.ndarray, b: np.ndarray) -> int:
+    """How many leading entries are equal."""
+    count = min(len(a), len(b))
+    differs = a[:count] != b[:count]
+    return int(differs.argmax()) if differs.any() else count
 
 
 def written_blocks(slot_mapping: np.ndarray, block_size: int) -> np.ndarray:

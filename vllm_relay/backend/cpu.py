@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from vllm_relay import metrics
-from vllm_relay.backend.copies import SegmentCopies, written_blocks
+from vllm_relay.backend.copies import SegmentCopies, SegmentCopy, written_blocks
 from vllm_relay.backend.layout import BlockLayout, find_layout
 from vllm_relay.backend.metadata import GroupStep, RelayStep
 from vllm_relay.backend.sink_lse import (
@@ -34,7 +34,15 @@ from vllm_relay.backend.sink_lse import (
 )
 from vllm_relay.config import RelayConfig
 from vllm_relay.ops import relay_fusion, system_attention
-from vllm_relay.sharing import Forest, RelayPlan, find_forest, make_plan, select
+from vllm_relay.sharing import (
+    Forest,
+    Group,
+    RelayPlan,
+    Segment,
+    find_forest,
+    make_plan,
+    select,
+)
 
 
 class RelayBackend(CPUAttentionBackend):
@@ -67,44 +75,48 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        metrics.set_speaker(vllm_config.parallel_config.rank == 0)
         self._config = RelayConfig.from_additional_config(vllm_config.additional_config)
+        # The blocks of block tables and caches. vLLM 0.27 keeps another size in `block_size`.
+        self._block = kv_cache_spec.block_size
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        if self._config.enabled:
-            for layer in layers.values():
-                layer.impl.prepare(layer, self.block_size, kv_cache_spec.dtype)
+        for layer in layers.values():
+            layer.impl.prepare(layer, self._block, kv_cache_spec.dtype)
         self._active = self._decide(vllm_config, [layer.impl for layer in layers.values()])
-        relayed = (
-            [x.impl for x in layers.values() if x.impl.refusal is None] if self._active else []
-        )
         self._bytes_per_token = sum(
-            2 * impl.num_kv_heads * impl.head_size * kv_cache_spec.dtype.itemsize
-            for impl in relayed
+            2 * layer.impl.num_kv_heads * layer.impl.head_size * kv_cache_spec.dtype.itemsize
+            for layer in layers.values()
+            if layer.impl.refusal is None
         )
         self._copies = SegmentCopies(
-            self._bytes_per_token * self.block_size, int(self._config.max_copy_gib * 2**30)
+            max(1, self._bytes_per_token * self._block), int(self._config.max_copy_gib * 2**30)
         )
         # vLLM's builder plans its kernel's work for a number of query heads.
-        self._twice_the_heads = copy.copy(self)
+        self._twice_the_heads: CPUAttentionMetadataBuilder | None = copy.copy(self)
         self._twice_the_heads.num_heads = 2 * self.num_heads
         if self._active:
-            metrics.report_at_exit(speak=vllm_config.parallel_config.rank == 0)
+            metrics.report_at_exit()
 
     def _decide(self, vllm_config: Any, impls: list["RelayImpl"]) -> bool:
         """Whether this builder plans at all; says why not, and which layers it leaves to vLLM."""
-        refusals = sorted({impl.refusal for impl in impls if impl.refusal is not None})
         reason = None
         if not self._config.enabled:
             reason = "switched off by additional_config"
         elif vllm_config.kv_transfer_config is not None:
             # Connectors write blocks outside forward passes, unseen by `SegmentCopies`.
             reason = "a KV connector is configured"
-        elif all(impl.refusal is not None for impl in impls):
-            reason = f"no layer is supported ({', '.join(refusals) or 'none has attention'})"
+        else:
+            # of the whole model: another builder may relay the layers of another KV cache group
+            every = get_layers_from_vllm_config(vllm_config, Attention).values()
+            refusals = {x.impl.refusal or "" for x in every if isinstance(x.impl, RelayImpl)}
+            if "" not in refusals:
+                reason = f"no layer is supported ({', '.join(sorted(refusals)) or 'none found'})"
         if reason is not None:
-            metrics.say_once(f"not used: {reason}; vLLM's own CPU attention serves these layers")
-        elif refusals:
-            metrics.say_once(f"layers with {', '.join(refusals)} stay on vLLM's own CPU attention")
-        return reason is None
+            metrics.say_once(f"not used: {reason}; vLLM's own CPU attention serves this model")
+            return False
+        for refusal in sorted({impl.refusal for impl in impls if impl.refusal is not None}):
+            metrics.say_once(f"layers with {refusal} stay on vLLM's own CPU attention")
+        return any(impl.refusal is None for impl in impls)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -115,6 +127,12 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         step = self._plan_step(common_attn_metadata)
         return metadata if step is None else RelayMetadata(**vars(metadata), relay=step)
 
+    def build_for_drafting(
+        self, common_attn_metadata: Any, draft_index: int
+    ) -> CPUAttentionMetadata:
+        """vLLM's own: a draft model's steps are short, and its blocks are not counted twice."""
+        return super().build(0, common_attn_metadata, fast_build=True)
+
     def _plan_step(self, common: Any) -> RelayStep | None:
         rows = common.num_reqs
         table = common.block_table_tensor[:rows].numpy()
@@ -122,51 +140,69 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         if self._copies:
             starts = common.query_start_loc[: rows + 1].numpy()
             slots = common.slot_mapping[: common.num_actual_tokens].numpy()
-            computed = (lens - np.diff(starts)) // self.block_size
-            self._copies.begin_step(table, computed, written_blocks(slots, self.block_size))
-        plan = None
+            computed = (lens - np.diff(starts)) // self._block
+            self._copies.begin_step(table, computed, written_blocks(slots, self._block))
+        step, plan = None, None
         if rows > 1 and common.max_query_len == 1 and common.causal is True:
-            plan = self._find_plan(table, lens)
+            forest, copies = self._find_groups(table, lens)
+            plan = make_plan(forest, table, lens)
+            if plan is not None:
+                step = self._step(common, plan, copies)
         metrics.count_step(plan, self._bytes_per_token)
-        return None if plan is None else self._step(common, plan)
+        return step
 
-    def _find_plan(self, table: np.ndarray, lens: np.ndarray) -> RelayPlan | None:
-        forest = find_forest(table, np.maximum(lens - 1, 0), self.block_size)
-        forest = select(forest, min_saved_tokens=self._config.min_saved_tokens)
-        for level in forest.levels:
-            fitting = tuple(
-                group
-                for group in level
-                if self._copies.get(table[group.rows[0], : group.segment.blocks]) is not None
-            )
-            if len(fitting) < len(level):
-                metrics.say_once(
-                    "a shared segment exceeds max_copy_gib; its requests are not relayed"
-                )
-                forest = Forest((fitting,) if fitting else (), forest.num_rows, forest.block_size)
-        return make_plan(forest, table, lens)
+    def _find_groups(self, table: np.ndarray, lens: np.ndarray) -> tuple[Forest, list[SegmentCopy]]:
+        """The groups to relay, cut to what the copies' bound allows, and their copies."""
+        threshold = self._config.min_saved_tokens
+        forest = find_forest(table, np.maximum(lens - 1, 0), self._block)
+        forest = select(forest, min_saved_tokens=threshold)
+        assert len(forest.levels) <= 1
+        groups: list[Group] = []
+        copies: list[SegmentCopy] = []
+        for group in (group for level in forest.levels for group in level):
+            blocks = table[group.rows[0], : group.segment.blocks]
+            found = self._copies.get(blocks, in_use=copies)
+            if found is None or found[1] < len(blocks):
+                metrics.say_once("shared segments are cut to what max_copy_gib allows")
+            if found is not None:
+                copies.append(found[0])
+                groups.append(Group(Segment(0, found[1]), group.rows))
+        level = (tuple(groups),) if groups else ()
+        return Forest(level, forest.num_rows, forest.block_size), copies
 
-    def _step(self, common: Any, plan: RelayPlan) -> RelayStep:
+    def _step(self, common: Any, plan: RelayPlan, copies: list[SegmentCopy]) -> RelayStep:
         level = plan.levels[0]
-        groups = []
-        for i, tokens in enumerate(level.seq_lens.tolist()):
-            blocks = tokens // self.block_size
-            segment = self._copies.get(level.block_table[i, :blocks])
-            assert segment is not None  # made by _find_plan in this step
-            begin, end = level.cu_rows[i : i + 2].tolist()
-            groups.append(GroupStep(begin, end, blocks, segment))
+        groups = (
+            GroupStep(int(begin), int(end), int(tokens) // self._block, segment)
+            for begin, end, tokens, segment in zip(
+                level.cu_rows[:-1], level.cu_rows[1:], level.seq_lens, copies, strict=True
+            )
+        )
         tables, lens = plan.context_block_table, plan.context_lens
         everything = np.arange(common.num_reqs)
         loners = np.setdiff1d(everything, plan.rows, assume_unique=True)
+        whole = np.array_equal(plan.rows, everything)
+        context, heads_twice = self._context(common, tables[plan.rows], lens[plan.rows])
         return RelayStep(
-            rows=None
-            if np.array_equal(plan.rows, everything)
-            else torch.from_numpy(plan.rows).long(),
+            rows=None if whole else torch.from_numpy(plan.rows).long(),
             groups=tuple(groups),
-            context=self._part(self._twice_the_heads, common, tables[plan.rows], lens[plan.rows]),
+            context=context,
+            heads_twice=heads_twice,
             loners=torch.from_numpy(loners),
             rest=self._part(self, common, tables[loners], lens[loners]) if len(loners) else None,
         )
+
+    def _context(
+        self, common: Any, tables: np.ndarray, lens: np.ndarray
+    ) -> tuple[CPUAttentionMetadata, bool]:
+        """vLLM's metadata of the grouped rows' contexts; whether it is for heads given twice."""
+        if self._twice_the_heads is not None:
+            try:
+                return self._part(self._twice_the_heads, common, tables, lens), True
+            except RuntimeError:
+                # With AMX vLLM's kernel refuses more than 16 query heads per KV head.
+                self._twice_the_heads = None
+        return self._part(self, common, tables, lens), False
 
     @staticmethod
     def _part(
@@ -203,7 +239,7 @@ class RelayImpl(CPUAttentionBackendImpl):
             (self.alibi_slopes is not None, "ALiBi"),
             (bool(self.logits_soft_cap), "a logits soft cap"),
             (self.sinks is not None, "attention sinks"),
-            (self.kv_cache_dtype != "auto", "a quantised KV cache"),
+            (self.kv_cache_dtype != "auto", f"a {self.kv_cache_dtype} KV cache"),
         )
         return next((name for applies, name in checks if applies), None)
 
@@ -212,6 +248,9 @@ class RelayImpl(CPUAttentionBackendImpl):
 
         The layer is left to vLLM when that fails.
         """
+        if dtype == torch.float16:
+            # Its range is too small for `sink_lse`.
+            self.refusal = self.refusal or "float16"
         if self.refusal is None:
             self._layout = find_layout(
                 lambda key, value, cache, slots: self.do_kv_cache_update(
@@ -246,9 +285,7 @@ class RelayImpl(CPUAttentionBackendImpl):
                 layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
             )
         if step.rest is not None:
-            # query stands in for key and value, which vLLM's decoder path does not read: they are
-            # in the cache already
-            q = query[step.loners]
+            q = query[step.loners]  # for key and value too, see `_context_attention`
             rest = torch.empty_like(q)
             output[step.loners] = super().forward(layer, q, q, q, kv_cache, step.rest, rest)
         rows = slice(0, step.context.num_actual_tokens) if step.rows is None else step.rows
@@ -270,7 +307,7 @@ class RelayImpl(CPUAttentionBackendImpl):
         ]
         system_out = torch.cat([out for out, _ in system]) if len(system) > 1 else system[0][0]
         system_lse = torch.cat([lse for _, lse in system], 1) if len(system) > 1 else system[0][1]
-        out, lse = self._context_attention(layer, query, kv_cache, step, system_lse)
+        out, lse = self._context_attention(layer, query, kv_cache, step, system_out, system_lse)
         return relay_fusion([system_out, out], [system_lse, lse])
 
     def _context_attention(
@@ -279,21 +316,32 @@ class RelayImpl(CPUAttentionBackendImpl):
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         step: RelayStep,
+        system_out: torch.Tensor,
         system_lse: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The context partial of the grouped rows, from vLLM's kernel: ``[N, Hq, D], [Hq, N]``."""
-        twice = give_heads_twice(query, self.num_kv_heads)
         with_sinks = copy.copy(self)
 
-        def attend(sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            with_sinks.sinks = sinks_for_both(sinks, self.num_kv_heads)
-            out = super(RelayImpl, with_sinks).forward(
-                layer, twice, twice, twice, kv_cache, step.context, torch.empty_like(twice)
+        def kernel(impl: RelayImpl, query: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(query)
+            # query stands in for key and value, which vLLM's decoder path does not read: they are
+            # in the cache already
+            return CPUAttentionBackendImpl.forward(
+                impl, layer, query, query, query, kv_cache, step.context, out
             )
-            return part_both(out, self.num_kv_heads)
+
+        def attend(sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            if not step.heads_twice:
+                with_sinks.sinks = sinks
+                return kernel(self, query), kernel(with_sinks, query)
+            with_sinks.sinks = sinks_for_both(sinks, self.num_kv_heads)
+            twice = give_heads_twice(query, self.num_kv_heads)
+            return part_both(kernel(with_sinks, twice), self.num_kv_heads)
 
         out, lse, unknown = attend_with_lse(attend, system_lse)
         if unknown.any():
+            # An empty head stays empty whatever the weights.
+            unknown &= system_out.any(-1).T
             for row in unknown.any(0).nonzero().flatten().tolist():
                 lse[:, row] = self._exact_context_lse(query[row], kv_cache, step.context, row)
         return out, lse

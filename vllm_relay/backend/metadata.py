@@ -28,8 +28,8 @@ class RelayStep:
         rows: int64 ``[N]``, batch row of each grouped request, groups contiguous; None when that is
             the batch itself, so that nothing need be gathered.
         groups: in the order of ``rows``.
-        context: vLLM's metadata for ``rows``, in their order, with the shared segments cut off, and
-            for twice the query heads (see `sink_lse`).
+        context: vLLM's metadata for ``rows``, in their order, with the shared segments cut off.
+        heads_twice: ``context`` is for every query head given twice (see `sink_lse`).
         loners: int64, the batch rows that are in no group. rest: vLLM's metadata for them alone;
             None when there are none.
     """
@@ -37,5 +37,6 @@ class RelayStep:
     rows: torch.Tensor | None
     groups: tuple[GroupStep, ...]
     context: Any
+    heads_twice: bool
     loners: torch.Tensor
     rest: Any

@@ -26,14 +26,11 @@ from torch import Tensor
 _MARGIN = 4.0
 # A sink so low that the softmax does not see it.
 _NO_SINK = -1e30
-# How far below a sink a row's own LSE may lie. sigma shrinks as exp(-distance): bf16 keeps its
-# relative precision, fp16 loses digits below 6e-5.
-_REACH = {torch.float16: 6.0}
-_DEFAULT_REACH = 44.0
-# Root mean square of an output below which its products underflow or, in fp16, have lost their
-# digits.
-_SMALL = {torch.float16: 4e-3}
-_DEFAULT_SMALL = 1e-15
+# How far below a sink a row's own LSE may lie: sigma shrinks as exp(-distance), and bf16 and fp32
+# keep their relative precision down to 1e-38. (fp16 does not; its layers are left to vLLM.)
+_REACH = 44.0
+# Root mean square of an output below which its products underflow.
+_SMALL = 1e-15
 
 
 def attend_with_lse(
@@ -63,8 +60,7 @@ def attend_with_lse(
         ceiling = 1.0 - torch.finfo(out.dtype).eps
         lse = sink + torch.logit(sigma.clamp_(0.0, ceiling))
         # What is highest is never far, though a sink be rounded far above it: each round ends some.
-        reach = _REACH.get(out.dtype, _DEFAULT_REACH)
-        far = (sink - other_lse > reach) & (other_lse < highest[:, None])
+        far = (sink - other_lse > _REACH) & (other_lse < highest[:, None])
         return out, norm, lse, far
 
     out, norm, lse, far = estimate(other_lse.amax(1))
@@ -72,7 +68,7 @@ def attend_with_lse(
         _, _, again, still_far = estimate(other_lse.masked_fill(~far, -torch.inf).amax(1))
         lse = torch.where(far, again, lse)
         far &= still_far
-    return out, lse, norm < out.shape[-1] * _SMALL.get(out.dtype, _DEFAULT_SMALL) ** 2
+    return out, lse, norm < out.shape[-1] * _SMALL**2
 
 
 def give_heads_twice(query: Tensor, num_kv_heads: int) -> Tensor:
