@@ -92,9 +92,7 @@ class Engine:
 
 
 def agreement(ours: list[Answer], theirs: list[Answer]) -> float:
-    """Root mean square of log-probability differences over the tokens before two greedy answers
-    part.
-    """
+    """RMS of log-probability differences over the tokens before two greedy answers part."""
     squares = []
     for a, b in zip(ours, theirs, strict=True):
         for (token, logprob), (other, other_logprob) in zip(a, b, strict=True):

@@ -57,10 +57,9 @@ def _range_error(version: str) -> str:
 def backend_member() -> Any:
     """The enum member ``AttentionBackendEnum.RELAY``; registers it on first use in this process.
 
-    It is also what an unpickled config calls: an engine process that is spawned reads its config
-        before vLLM loads
-    plugins there, and an enum member is otherwise pickled by its value, which that process does not
-    know yet.
+    It is also what an unpickled config calls: a spawned engine process reads its config before vLLM
+    loads plugins there, and an enum member is otherwise pickled by its value, which that process
+    does not know yet.
     """
     from vllm.v1.attention.backends import registry
 
@@ -129,9 +128,7 @@ def _no_backend_reason(selector: Any) -> str | None:
 
 
 def _add_worker_method() -> None:
-    """``llm.collective_rpc("relay_counters")``: the counters live in the workers, out of reach
-    otherwise.
-    """
+    """``llm.collective_rpc("relay_counters")``: how to reach the counters of the workers."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     WorkerBase.relay_counters = lambda self: metrics.counters()

@@ -32,9 +32,7 @@ class Kernel:
 
 
 def _case(dtype: torch.dtype, distance: float, spread: float, size: float = 0.3) -> tuple:
-    """Exact context and system partials whose LSEs differ by about ``distance``, and by ``spread``
-    among rows.
-    """
+    """Exact partials whose LSEs differ by about ``distance``, and by ``spread`` among rows."""
     g = torch.Generator().manual_seed(int(distance * 10 + spread))
     system_lse = torch.randn(HEADS, ROWS, generator=g, dtype=torch.float64) * spread + 20
     lse = system_lse + distance + torch.randn(HEADS, ROWS, generator=g, dtype=torch.float64)

@@ -12,9 +12,7 @@ SMOLLM2 = ROOT / ".models" / "SmolLM2-135M-Instruct"
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Environment of an engine process: offline, small KV cache, this repository importable in
-    every process.
-    """
+    """Environment of an engine process: offline, this repository importable in its workers."""
     return {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -28,10 +26,7 @@ def environment(**extra: str) -> dict[str, str]:
 def run_engine(
     folder: Path, spec: dict[str, Any], script: str = "run_engine.py", **env: str
 ) -> dict[str, Any]:
-    """Run a script of this folder with ``spec``.
-
-    Returns its result and ``log``, which is shown when it fails.
-    """
+    """Run a script of this folder; returns its result and ``log``, shown when it fails."""
     spec_path, result_path = folder / "spec.json", folder / "result.json"
     spec_path.write_text(json.dumps(spec))
     result_path.unlink(missing_ok=True)

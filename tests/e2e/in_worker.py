@@ -104,9 +104,7 @@ class WorkerExtension:
     """Methods for ``llm.collective_rpc``."""
 
     def watch(self, guarded: bool) -> None:
-        """Count stale reads of copies from now on; not ``guarded``: with the guard against them
-        taken out.
-        """
+        """Count stale reads from now on; not ``guarded``: with the guard against them taken out."""
         from vllm_relay.backend.copies import SegmentCopies
 
         if not guarded:

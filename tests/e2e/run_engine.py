@@ -1,11 +1,9 @@
 """Run one vLLM engine over given prompts: ``run_engine.py SPEC.json RESULT.json``.
 
 SPEC: ``engine`` (arguments of `vllm.LLM`), ``warm_up`` and ``prompts`` (token ids), ``steps``,
-    ``force`` (tokens that each
-request must produce, or null for greedy), ``passes`` (errors of `in_worker.PLANTS` to plant, null
-for none).
-RESULT: ``counters``, and per pass ``tokens`` and ``logprobs`` of the produced tokens, both
-    [requests][steps].
+``force`` (tokens that each request must produce, or null for greedy), ``passes`` (errors of
+`in_worker.PLANTS` to plant, null for none). RESULT: ``counters`` of the first worker, ``workers``,
+and per pass ``tokens`` and ``logprobs`` of the produced tokens, both [requests][steps].
 """
 
 import json

@@ -19,9 +19,7 @@ WAVES = 20
 
 
 def wave(index: int, vocabulary: int) -> tuple[list[list[int]], int]:
-    """Prompts and the number of tokens to produce: two groups and a loner, prefixes of one to four
-    blocks.
-    """
+    """Prompts and tokens to produce: two groups and a loner, prefixes of one or two blocks."""
     rng = np.random.default_rng(index)
 
     def tokens(count: int) -> list[int]:

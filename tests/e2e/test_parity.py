@@ -24,9 +24,7 @@ pytestmark = pytest.mark.engine
 
 
 def _prompts(tokens: np.ndarray) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts that warm the prefix cache (one per group), and 32 requests in 3 groups plus 5
-    loners, shuffled.
-    """
+    """A prompt per group to warm the cache, and 32 requests in 3 groups plus 5 loners, shuffled."""
     source = iter(tokens.tolist())
 
     def take(count: int) -> list[int]:

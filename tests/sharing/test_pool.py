@@ -64,9 +64,8 @@ def relayed(
     )
     outs, lses = [out], [lse]
     for level in plan.levels:
-        out = torch.full_like(
-            q, torch.nan
-        )  # rows in no group: LSE alone says that there is nothing
+        # NaN stays in rows of no group: their LSE alone must say that there is nothing.
+        out = torch.full_like(q, torch.nan)
         lse = torch.full((QUERY_HEADS, len(q)), -torch.inf)
         for i, tokens in enumerate(level.seq_lens.tolist()):
             rows = plan.rows[level.cu_rows[i] : level.cu_rows[i + 1]]

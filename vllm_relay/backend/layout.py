@@ -11,16 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-# Numbers up to 2 ** 7 are exact in bf16, fp16 and fp32, so positions are written as digits of this
-# base.
+# Numbers up to 2 ** 7 are exact in every dtype, so positions are written as digits of this base.
 _BASE = 128
 
 
 @dataclass(frozen=True)
 class _Axis:
-    """Offset of index i in a block: ``(i // inner) * outer_stride + (i % inner) *
-    inner_stride``.
-    """
+    """Index i lies at ``(i // inner) * outer_stride + (i % inner) * inner_stride``."""
 
     size: int
     inner: int
@@ -37,9 +34,7 @@ class _Operand:
     channel: _Axis
 
     def view(self, kv_cache: torch.Tensor) -> torch.Tensor:
-        """Strided view ``[num_blocks, H, T1, T0, D1, D0]`` with token = T1 * |T0| + T0, channel
-        alike.
-        """
+        """View ``[num_blocks, H, T1, T0, D1, D0]``; token ``t`` is ``[t // |T0|, t % |T0|]``."""
         t, d = self.token, self.channel
         return kv_cache.as_strided(
             (*kv_cache.shape[:2], t.size // t.inner, t.inner, d.size // d.inner, d.inner),

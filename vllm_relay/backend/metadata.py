@@ -10,9 +10,7 @@ from vllm_relay.backend.copies import SegmentCopy
 
 @dataclass(frozen=True)
 class GroupStep:
-    """One group of a step: rows ``[begin, end)`` of the relay order attend to the first blocks of
-    ``copy``.
-    """
+    """Rows ``[begin, end)`` of the relay order attend to the first blocks of ``copy``."""
 
     begin: int
     end: int
