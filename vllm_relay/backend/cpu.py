@@ -276,7 +276,7 @@ class RelayImpl(CPUAttentionBackendImpl):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """As vLLM's: query, output ``[T, Hq, D]``, kv_cache ``[blocks, Hkv, block_size, 2 * D]``."""
+        """As vLLM's: query, output ``[T, Hq, D]``, cache ``[blocks, Hkv, block_size, 2 * D]``."""
         step = attn_metadata.relay if isinstance(attn_metadata, RelayMetadata) else None
         if step is None or self.refusal is not None:
             return super().forward(
