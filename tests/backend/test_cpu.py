@@ -181,6 +181,17 @@ def test_a_context_whose_values_vanish_still_weighs(dtype: torch.dtype) -> None:
     assert asked.called
 
 
+def test_a_head_whose_values_are_all_zero_gives_zeros_without_a_detour() -> None:
+    bench = _bench(4, 2, 64, torch.bfloat16, "vec", blocks=21)
+    bench.values[:, 1] = 0
+    _write(bench)
+    query = torch.randn(len(LENS), 4, 64).bfloat16()
+    with mock.patch.object(cpu.RelayImpl, "_exact_context_lse") as asked:
+        relay, stock, exact = _outputs(bench, _common(TABLES, LENS), query)
+    assert not asked.called and (relay[:, 2:] == 0).all()
+    _assert_as_good(relay, stock, exact, torch.bfloat16)
+
+
 def test_a_reused_block_is_read_anew() -> None:
     dtype = torch.bfloat16
     bench = _bench(4, 2, 64, dtype, "vec", blocks=21)

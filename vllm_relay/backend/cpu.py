@@ -338,8 +338,10 @@ class RelayImpl(CPUAttentionBackendImpl):
 
         out, lse, unknown = attend_with_lse(attend, system_lse)
         if unknown.any():
-            # An empty head stays empty whatever the weights.
-            unknown &= system_out.any(-1).T
+            # A head that is empty in both partials stays empty whatever the weights.
+            empty = unknown & ~system_out.any(-1).T
+            lse.masked_fill_(empty, -torch.inf)
+            unknown &= ~empty
             for row in unknown.any(0).nonzero().flatten().tolist():
                 lse[:, row] = self._exact_context_lse(query[row], kv_cache, step.context, row)
         return out, lse
