@@ -29,7 +29,7 @@ class _Counters:
 _counters = _Counters()
 _said: set[str] = set()
 _speaks = True
-_reported_at = time.monotonic()
+_reported_at = 0.0
 
 
 def counters() -> dict[str, int]:
@@ -67,6 +67,8 @@ def count_step(plan: RelayPlan | None, kv_bytes_per_token: int) -> None:
 
 
 def _announce(plan: RelayPlan) -> None:
+    global _reported_at
+    _reported_at = time.monotonic()
     if _speaks:
         logger.info(
             "relay: %d requests share %s tokens in %d group%s: %.0f %% fewer KV reads",

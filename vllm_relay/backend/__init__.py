@@ -6,7 +6,7 @@ if current_platform.is_cpu():
     from vllm_relay.backend.cpu import RelayBackend
 else:
     raise ImportError(
-        f"vllm-relay has no relay backend for {current_platform.device_name!r} yet: "
+        f"vllm-relay has no relay backend for {current_platform.device_type!r} yet: "
         "this version runs on vLLM's CPU engine"
     )
 
