@@ -36,7 +36,10 @@ class Bench:
 
 
 def _bench(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, isa: str, blocks: int) -> Bench:
-    config = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype))
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=dtype),
+        cache_config=SimpleNamespace(block_size=BLOCK),  # read by 0.27
+    )
     with (
         mock.patch.object(cpu_attn, "get_current_vllm_config", lambda: config),
         mock.patch.object(cpu_attn, "_get_attn_isa", lambda *args: isa),
