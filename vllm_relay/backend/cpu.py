@@ -153,9 +153,8 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def _find_groups(self, table: np.ndarray, lens: np.ndarray) -> tuple[Forest, list[SegmentCopy]]:
         """The groups to relay, cut to what the copies' bound allows, and their copies."""
-        threshold = self._config.min_saved_tokens
         forest = find_forest(table, np.maximum(lens - 1, 0), self._block)
-        forest = select(forest, min_saved_tokens=threshold)
+        forest = select(forest, min_saved_tokens=self._config.min_saved_tokens)
         assert len(forest.levels) <= 1
         groups: list[Group] = []
         copies: list[SegmentCopy] = []
