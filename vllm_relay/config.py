@@ -1,8 +1,58 @@
 """Every knob of vllm-relay, validated once."""
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+# The name of our KV connector in vLLM.
+CONNECTOR = "SystemKVConnector"
+
+
+def _reject_unknown(given: Mapping[str, Any], known: list[str], title: str) -> None:
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise ValueError(f"unknown {title} {', '.join(unknown)}; known: {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class SystemKVConfig:
+    """Offline system KVs to load at start.
+
+    Attributes:
+        files: made by ``vllm-relay build``.
+        budget: the share of the KV cache, from 0 to 1, that they may take.
+        errors: what a file that does not fit does: "stop" the start, or "skip" the file and log it.
+    """
+
+    files: tuple[str, ...] = ()
+    budget: float = 0.5
+    errors: str = "stop"
+
+    def __post_init__(self) -> None:
+        files = [self.files] if isinstance(self.files, (str, os.PathLike)) else self.files
+        if not isinstance(files, (list, tuple)) or not all(
+            isinstance(file, (str, os.PathLike)) and os.fspath(file) for file in files
+        ):
+            raise ValueError(f"system_kv files must be a path or a list of paths, got {files!r}")
+        object.__setattr__(self, "files", tuple(os.fspath(file) for file in files))
+        number = isinstance(self.budget, (int, float)) and not isinstance(self.budget, bool)
+        if not number or not 0 <= self.budget <= 1:
+            raise ValueError(f"system_kv budget must be from 0 to 1, got {self.budget!r}")
+        if self.errors not in ("stop", "skip"):
+            raise ValueError(f"system_kv errors must be stop or skip, got {self.errors!r}")
+
+    @classmethod
+    def from_mapping(cls, given: Any) -> "SystemKVConfig":
+        """Read settings: a mapping of the attributes, one path, or a list of paths.
+
+        Raises:
+            ValueError: an unknown setting or a bad value, by name.
+        """
+        if not isinstance(given, Mapping):
+            return cls(files=given)
+        _reject_unknown(given, [f.name for f in fields(cls)], "system_kv setting")
+        return cls(**given)
 
 
 @dataclass(frozen=True)
@@ -10,8 +60,8 @@ class RelayConfig:
     """Settings of the relay backend.
 
     vLLM passes them through its own option for out-of-tree components:
-    ``--additional-config '{"relay": {"max_copy_gib": 4}}'`` or ``LLM(additional_config={"relay":
-    {...}})``.
+    ``--additional-config '{"relay": {"max_copy_gib": 4}}'``, ``--additional-config.relay.system_kv
+    acme.relay`` or ``LLM(additional_config={"relay": {...}})``.
 
     Attributes:
         enabled: False keeps the backend selected but every step on vLLM's own path (for
@@ -21,11 +71,14 @@ class RelayConfig:
             will decide.
         max_copy_gib: CPU only. Upper bound, in GiB per worker and KV cache group, of the row-major
             copies of shared segments; a group that does not fit stays on vLLM's own path.
+        system_kv: files with offline system KVs: a path, a list of paths, or the settings of
+            `SystemKVConfig`.
     """
 
     enabled: bool = True
     min_saved_tokens: int = 32768
     max_copy_gib: float = 2.0
+    system_kv: SystemKVConfig = field(default_factory=SystemKVConfig)
 
     def __post_init__(self) -> None:
         if not isinstance(self.enabled, bool):
@@ -36,6 +89,8 @@ class RelayConfig:
             if isinstance(value, bool) or not isinstance(value, kind) or not value >= 0:
                 expected = "a whole number" if whole else "a number"
                 raise ValueError(f"relay.{name} must be {expected} >= 0, got {value!r}")
+        if not isinstance(self.system_kv, SystemKVConfig):
+            object.__setattr__(self, "system_kv", SystemKVConfig.from_mapping(self.system_kv))
 
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> "RelayConfig":
@@ -47,10 +102,14 @@ class RelayConfig:
         given = additional_config.get("relay", {}) if isinstance(additional_config, Mapping) else {}
         if not isinstance(given, Mapping):
             raise ValueError(f"additional_config['relay'] must be a mapping, got {given!r}")
-        known = [f.name for f in fields(cls)]
-        unknown = sorted(set(given) - set(known))
-        if unknown:
-            raise ValueError(
-                f"unknown relay setting {', '.join(unknown)}; known: {', '.join(known)}"
-            )
+        _reject_unknown(given, [f.name for f in fields(cls)], "relay setting")
         return cls(**given)
+
+
+def only_system_kv(kv_transfer_config: Any) -> bool:
+    """Whether an engine has no KV connector, or ours alone.
+
+    Args:
+        kv_transfer_config: vLLM's KVTransferConfig, or None.
+    """
+    return kv_transfer_config is None or kv_transfer_config.kv_connector in (None, CONNECTOR)

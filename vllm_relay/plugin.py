@@ -5,9 +5,11 @@ of them.
 """
 
 import functools
+import weakref
 from typing import Any
 
 from vllm_relay import metrics
+from vllm_relay.config import CONNECTOR
 
 # The engines whose interfaces were read; a test holds pyproject.toml and README to it.
 SUPPORTED = (0, 26), (0, 34)
@@ -27,7 +29,9 @@ def register() -> None:
 
     if current_platform.is_cpu():
         _honour_backend_on_cpu()
-    _add_worker_method()
+    _extend_worker()
+    _add_connector()
+    _wrap_engine_args()
 
 
 def check_engine_version(version: str | None = None) -> None:
@@ -127,8 +131,84 @@ def _no_backend_reason(selector: Any) -> str | None:
     return None
 
 
-def _add_worker_method() -> None:
-    """``llm.collective_rpc("relay_counters")``: how to reach the counters of the workers."""
+def _extend_worker() -> None:
+    """``llm.collective_rpc("relay_counters")``, and `worker` in the workers' processes."""
     from vllm.v1.worker.worker_base import WorkerBase
 
+    if hasattr(WorkerBase, "relay_counters"):
+        return
     WorkerBase.relay_counters = lambda self: metrics.counters()
+    stock = WorkerBase.__init__
+
+    @functools.wraps(stock)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        global _worker
+        _worker = weakref.ref(self)
+        stock(self, *args, **kwargs)
+
+    WorkerBase.__init__ = init
+
+
+_worker: Any = None
+
+
+def worker() -> Any:
+    """This process's vLLM worker. A KV connector is not handed its worker, which has the model."""
+    found = _worker and _worker()
+    if found is None:
+        raise RuntimeError("this process has no vLLM worker")
+    return found
+
+
+def _add_connector() -> None:
+    """Make ``SystemKVConnector`` a name that ``--kv-transfer-config`` knows."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if CONNECTOR not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(
+            CONNECTOR, "vllm_relay.system_kv.connector", CONNECTOR
+        )
+
+
+def add_engine_method() -> None:
+    """``relay_system_kv`` on vLLM's EngineCore, for `vllm_relay.system_kv.status`."""
+    from vllm.v1.engine.core import EngineCore
+
+    def relay_system_kv(self: Any) -> list[dict[str, Any]]:
+        connector = self.scheduler.get_kv_connector()
+        ours = getattr(connector, "_connectors", [connector])  # MultiConnector's children
+        return [entry for c in ours if type(c).__name__ == CONNECTOR for entry in c.status()]
+
+    EngineCore.relay_system_kv = relay_system_kv
+
+
+def _wrap_engine_args() -> None:
+    """Let ``system_kv`` in the settings configure its connector, and have the files checked.
+
+    ``EngineArgs.create_engine_config`` is what every way to start an engine has in common.
+    ``from_cli_args`` is the only place where the server's ``--chat-template`` can be seen.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    stock_create, stock_from = EngineArgs.create_engine_config, EngineArgs.from_cli_args.__func__
+    if hasattr(stock_create, "_vllm_relay"):
+        return
+
+    @functools.wraps(stock_create)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm_relay.system_kv import settings
+
+        settings.configure(self)
+        config = stock_create(self, *args, **kwargs)
+        settings.admit(config, getattr(self, "_relay_chat_template", None))
+        return config
+
+    @functools.wraps(stock_from)
+    def from_cli_args(cls: Any, args: Any) -> Any:
+        engine_args = stock_from(cls, args)
+        engine_args._relay_chat_template = getattr(args, "chat_template", None)
+        return engine_args
+
+    create_engine_config._vllm_relay = True  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = create_engine_config
+    EngineArgs.from_cli_args = classmethod(from_cli_args)

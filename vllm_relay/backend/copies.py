@@ -13,7 +13,9 @@ beginning
     vouch for it.
 Between passes the engine zeroes newly allocated blocks and may copy a partly filled block for a
 request that goes on in it: both belong to one request, which writes them in the step that follows.
-KV connectors write any block between passes; with one configured nothing is copied at all.
+KV connectors write any block between passes; with one configured nothing is copied at all. Ours is
+the exception: it writes the blocks of system KVs before the first pass, and after a reset of the
+prefix cache once more what they held; no other token is ever written there while they are pinned.
 """
 
 from collections.abc import Collection, Iterator

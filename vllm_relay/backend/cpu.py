@@ -32,7 +32,7 @@ from vllm_relay.backend.sink_lse import (
     part_both,
     sinks_for_both,
 )
-from vllm_relay.config import RelayConfig
+from vllm_relay.config import RelayConfig, only_system_kv
 from vllm_relay.ops import relay_fusion, system_attention
 from vllm_relay.sharing import (
     Forest,
@@ -102,9 +102,10 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         reason = None
         if not self._config.enabled:
             reason = "switched off by additional_config"
-        elif vllm_config.kv_transfer_config is not None:
-            # Connectors write blocks outside forward passes, unseen by `SegmentCopies`.
-            reason = "a KV connector is configured"
+        elif not only_system_kv(vllm_config.kv_transfer_config):
+            # Connectors write blocks outside forward passes, unseen by `SegmentCopies`; ours writes
+            # them before the first and later only what they held.
+            reason = "another KV connector is configured"
         else:
             # of the whole model: another builder may relay the layers of another KV cache group
             every = get_layers_from_vllm_config(vllm_config, Attention).values()

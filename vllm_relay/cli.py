@@ -1,0 +1,387 @@
+"""``vllm-relay``: build system-KV files, look at them, check them."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from vllm_relay.system_kv.file import SystemKVError, SystemKVFile, tensor_names
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Offline system KVs for vLLM: compute a prompt's KV once, serve with it from the start.",
+)
+out = Console(highlight=False, soft_wrap=True)
+err = Console(highlight=False, soft_wrap=True, stderr=True)
+ENGINE_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
+# Of `verify --recompute`: rms of the difference over rms of the values, per tensor.
+TOLERANCE = 0.02
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except (SystemKVError, ValueError, OSError) as error:
+        err.print(f"vllm-relay: {error}", markup=False)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        err.print("vllm-relay: stopped; nothing was written")
+        raise typer.Exit(130) from None
+
+
+def _engine_args(model: str, extra: list[str]) -> Any:
+    """vLLM's EngineArgs from the options that are not ours."""
+    # Its log would run into the progress bar; errors stay.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-relay build"))
+    given = parser.parse_args(["--model", model, *(x for x in extra if x != "--")])
+    return EngineArgs.from_cli_args(given)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: is not UTF-8 text") from None
+
+
+def _outputs(output: Path, sources: list[Path]) -> list[Path]:
+    """Where each prompt's file goes: the named file, or one per prompt in the named folder."""
+    if len(sources) == 1 and not output.is_dir():
+        return [output]
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"{output}: {len(sources)} prompts need a folder, this is a file")
+    if not output.is_dir() and output.suffix:
+        raise ValueError(
+            f"{output}: {len(sources)} prompts need a folder; make it, or drop the dot"
+        )
+    paths = [output / f"{source.stem}.relay" for source in sources]
+    twice = {path.name for path in paths if paths.count(path) > 1}
+    if twice:
+        raise ValueError(f"two prompts would be written to {min(twice)}: rename one of their files")
+    return paths
+
+
+@app.command(context_settings=ENGINE_OPTIONS)
+def build(
+    context: typer.Context,
+    model: Annotated[str, typer.Option("--model", help="As for vllm serve.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="File; a folder for several.")],
+    system_prompt: Annotated[
+        list[Path] | None,
+        typer.Option("--system-prompt", help="Text file: the system message of chats."),
+    ] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option("--text", help="Text file: the beginning of completion prompts."),
+    ] = None,
+    token_ids: Annotated[
+        list[Path] | None,
+        typer.Option("--token-ids", help="JSON file: a list of token ids, stored as they are."),
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option("--chat-template", help="As for vllm serve; default: the model's own."),
+    ] = None,
+    tools: Annotated[
+        Path | None, typer.Option("--tools", help="JSON file: the tools of every request.")
+    ] = None,
+    chat_template_kwargs: Annotated[
+        str, typer.Option("--chat-template-kwargs", help="JSON: given to the chat template.")
+    ] = "{}",
+    as_json: JsonFlag = False,
+) -> None:
+    """Compute prompts' KV with the engine and write one file for each.
+
+    Any other option is vLLM's own (--dtype, --tensor-parallel-size, --max-model-len, ...). Give
+    those that change KV as you give them to vllm serve. --system-prompt, --text and --token-ids may
+    be repeated; all prompts share one start of the engine.
+    """
+    sources = [*(system_prompt or ()), *(text or ()), *(token_ids or ())]
+    with _one_line_errors():
+        if not sources:
+            raise ValueError("nothing to build: give --system-prompt, --text or --token-ids")
+        paths = _outputs(output, sources)
+        messages = [(p.stem, _read(p)) for p in system_prompt or ()]
+        texts = [(p.stem, _read(p)) for p in text or ()]
+        ids = [(p.stem, _token_ids(p)) for p in token_ids or ()]
+        tool_list = json.loads(_read(tools)) if tools else None
+        kwargs = json.loads(chat_template_kwargs)
+        engine_args = _engine_args(model, context.args)
+
+        from vllm_relay.system_kv.build import Builder, scratch_folder
+        from vllm_relay.system_kv.identity import read_chat_template
+        from vllm_relay.system_kv.prompts import Prompt, from_system_message, from_text
+
+        with scratch_folder(paths[0].absolute().parent) as scratch, _progress() as report:
+            report("reading the model", 0, 1)
+            builder = Builder(engine_args, scratch, chat_template)
+            if builder.tokenizer is None and (messages or texts):
+                raise ValueError("--system-prompt and --text need a tokenizer; use --token-ids")
+            template = read_chat_template(chat_template)
+            prompts = [
+                from_system_message(
+                    name,
+                    message,
+                    builder.tokenizer,
+                    chat_template=template,
+                    tools=tool_list,
+                    template_kwargs=kwargs,
+                )
+                for name, message in messages
+            ]
+            prompts += [from_text(name, content, builder.tokenizer) for name, content in texts]
+            prompts += [Prompt(name, "token-ids", tokens) for name, tokens in ids]
+            total = sum(len(prompt.token_ids) for prompt in prompts)
+            prefill = builder.prefill(prompts, lambda doing, done: report(doing, done, total))
+            written: list[dict[str, Any]] = []
+            for i, (prompt, path) in enumerate(zip(prompts, paths, strict=True)):
+                report(f"writing {path.name}", total, total)
+                manifest, size = builder.write(i, prompt, path.absolute())
+                written.append({"path": str(path), "tokens": manifest.tokens, "bytes": size})
+    if as_json:
+        out.print_json(data={"files": written, "prefill": asdict(prefill)})
+        return
+    for entry, prompt in zip(written, prompts, strict=True):
+        out.print(f"{entry['path']}: {entry['tokens']:,} tokens, {entry['bytes'] / 1e6:,.1f} MB")
+        if prompt.note:
+            err.print(f"{entry['path']}: note: {prompt.note}", markup=False)
+    rate = prefill.tokens / max(prefill.seconds, 1e-9)
+    out.print(
+        f"{prefill.tokens:,} tokens in {prefill.steps} step{'' if prefill.steps == 1 else 's'}, "
+        f"{prefill.seconds:.1f} s, {rate:,.0f} tokens/s"
+    )
+    if len(prompts) > 1:
+        factor = prefill.padded_tokens / prefill.tokens
+        out.print(
+            f"packed; padded to the longest they were {prefill.padded_tokens:,} tokens "
+            f"({factor:.2f} x)"
+        )
+
+
+def _token_ids(path: Path) -> tuple[int, ...]:
+    try:
+        given = json.loads(_read(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: is not JSON: {error}") from None
+    if not isinstance(given, list) or not all(type(t) is int and t >= 0 for t in given):
+        raise ValueError(f"{path}: must be a list of token ids")
+    return tuple(given)
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """``report(doing, done, total)``: a bar in a terminal, lines elsewhere."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
+        TimeElapsedColumn(),
+    )
+    live = err.is_terminal
+    with Progress(*columns, console=err, transient=True, disable=not live) as progress:
+        task = progress.add_task("starting", total=1)
+        said: list[str] = []
+
+        def report(doing: str, done: int, total: int) -> None:
+            progress.update(task, description=doing, completed=done, total=total)
+            if not live and doing not in said:
+                said.append(doing)
+                err.print(f"vllm-relay: {doing}", markup=False)
+
+        yield report
+
+
+@app.command()
+def inspect(
+    files: Annotated[list[Path], typer.Argument(help="System-KV files.")], as_json: JsonFlag = False
+) -> None:
+    """Show what files hold; reads their headers only."""
+    with _one_line_errors():
+        opened = [SystemKVFile(path) for path in files]
+    if as_json:
+        shown = []
+        for file in opened:
+            head = {"path": str(file.path), "bytes": file.size, "seal": file.seal}
+            shown.append(head | asdict(file.manifest))
+        out.print_json(data=shown)
+        return
+    for file in opened:
+        manifest = file.manifest
+        heads = sorted({(layer.kv_heads, layer.head_size) for layer in manifest.layers})
+        table = Table(title=str(file.path), show_header=False, title_justify="left")
+        table.add_column(style="bold")
+        table.add_column(overflow="fold")
+        rows = {
+            "prompt": f"{manifest.name} ({manifest.kind})",
+            "text": _excerpt(manifest.text),
+            "tokens": f"{manifest.tokens:,}",
+            "size": f"{file.size / 1e6:,.1f} MB",
+            "model": manifest.model,
+            "layers": f"{len(manifest.layers)}, KV heads x head size: "
+            + ", ".join(f"{h} x {d}" for h, d in heads),
+            "dtype": f"{manifest.dtype}, KV cache {manifest.kv_cache_dtype}",
+            "quantization": manifest.quantization or "none",
+            "RoPE": ", ".join(f"{key} {value}" for key, value in manifest.rope.items()),
+            "weights": manifest.weights,
+            "tokenizer": manifest.tokenizer or "none",
+            "chat template": manifest.chat_template or "none",
+            "engine": ", ".join(f"{key} {value}" for key, value in manifest.engine.items()),
+            "created": manifest.created,
+        }
+        for key, value in rows.items():
+            table.add_row(key, value)
+        Console(highlight=False).print(table)
+
+
+def _excerpt(text: str | None) -> str:
+    if text is None:
+        return "not known (built without a tokenizer)"
+    shown = " ".join(text.split())
+    return shown if len(shown) <= 160 else f"{shown[:110]} … {shown[-45:]}"
+
+
+@app.command(context_settings=ENGINE_OPTIONS)
+def verify(
+    context: typer.Context,
+    files: Annotated[list[Path], typer.Argument(help="System-KV files.")],
+    model: Annotated[
+        str | None, typer.Option("--model", help="Compare with this model, as for vllm serve.")
+    ] = None,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Also prefill again and compare the values.")
+    ] = False,
+    chat_template: Annotated[
+        str | None, typer.Option("--chat-template", help="As for vllm serve.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Check every byte of files; with --model, that they fit it. Exit status 1 if one does not.
+
+    Any other option is vLLM's own, as for build. --recompute allows each tensor a difference of
+    2 % (root mean square of the difference over that of the values).
+    """
+    with _one_line_errors():
+        if recompute and model is None:
+            raise ValueError("--recompute needs --model")
+        if context.args and model is None:
+            raise ValueError(f"no such option without --model: {context.args[0]}")
+        builder_parts = None
+        if model is not None:
+            builder_parts = _engine_args(model, context.args)
+        results = [_verify_bytes(path) for path in files]
+        if builder_parts is not None:
+            _verify_model(results, builder_parts, chat_template, recompute)
+    bad = any(result["problems"] for result in results)
+    if as_json:
+        for result in results:
+            result.pop("file")
+        out.print_json(data=results)
+    else:
+        for result in results:
+            if result["problems"]:
+                for problem in result["problems"]:
+                    out.print(f"[red]bad[/]  {result['path']}: ", end="")
+                    out.print(problem, markup=False)
+            else:
+                out.print(f"[green]good[/] {result['path']}: {', '.join(result['checked'])}")
+    if bad:
+        raise typer.Exit(1)
+
+
+def _verify_bytes(path: Path) -> dict[str, Any]:
+    result: dict[str, Any] = {"path": str(path), "checked": [], "problems": [], "file": None}
+    try:
+        file = SystemKVFile(path)
+        started = time.monotonic()
+        file.verify()
+        seconds = max(time.monotonic() - started, 1e-9)
+        result["checked"].append(f"every checksum ({file.size / 1e9 / seconds:.2f} GB/s)")
+        result["file"] = file
+    except SystemKVError as error:
+        result["problems"].append(str(error).removeprefix(f"{path}: "))
+    return result
+
+
+def _verify_model(
+    results: list[dict[str, Any]], engine_args: Any, chat_template: str | None, recompute: bool
+) -> None:
+    from vllm_relay.system_kv.build import Builder, scratch_folder
+    from vllm_relay.system_kv.identity import differences
+    from vllm_relay.system_kv.prompts import Prompt
+
+    good = [result for result in results if result["file"] is not None]
+    if not good:
+        return
+    folder = Path(good[0]["path"]).absolute().parent
+    with scratch_folder(folder) as scratch, _progress() as report:
+        report("reading the model", 0, 1)
+        builder = Builder(engine_args, scratch, chat_template)
+        for result in good:
+            found = differences(result["file"].manifest, builder.identity)
+            result["problems"] += [f"differs in {entry}" for entry in found]
+            if not found:
+                result["checked"].append("weights, tokenizer, template and configuration")
+        good = [result for result in good if not result["problems"]]
+        if not recompute or not good:
+            return
+        prompts = [
+            Prompt(str(i), "token-ids", result["file"].manifest.token_ids)
+            for i, result in enumerate(good)
+        ]
+        total = sum(len(prompt.token_ids) for prompt in prompts)
+        builder.prefill(prompts, lambda doing, done: report(doing, done, total))
+        for i, (result, prompt) in enumerate(zip(good, prompts, strict=True)):
+            tensors, _ = builder.tensors(i, prompt)
+            worst, name = _largest_difference(result["file"], tensors)
+            result["largest_difference"] = worst
+            line = f"values: tensor {name} differs most, by {worst:.2%} of its rms"
+            result["checked" if worst <= TOLERANCE else "problems"].append(
+                f"{line} ({TOLERANCE:.0%} allowed)"
+            )
+
+
+def _largest_difference(file: SystemKVFile, tensors: Any) -> tuple[float, str]:
+    """The largest relative rms difference of a tensor between a file and a fresh prefill."""
+    worst, where = 0.0, ""
+    for layer in file.manifest.layers:
+        stored = file.tensors(layer.name, verify=False)
+        for name, theirs in zip(tensor_names(layer.name), stored, strict=True):
+            ours = tensors[name].float()
+            rms = (theirs.float() - ours).square().mean().sqrt() / ours.square().mean().sqrt()
+            # not a number is as different as can be
+            value = float(rms) if rms == rms else float("inf")
+            if value >= worst:
+                worst, where = value, name
+    return worst, where
+
+
+def main() -> None:
+    """Entry point ``vllm-relay``."""
+    try:
+        app()
+    except BrokenPipeError:
+        sys.exit(141)
+
+
+if __name__ == "__main__":
+    main()

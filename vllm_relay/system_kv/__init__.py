@@ -1,0 +1,23 @@
+"""Offline system KVs: a prompt's KV computed once, kept in a file, loaded at start and pinned."""
+
+from typing import Any
+
+
+def status(engine: Any) -> list[dict[str, Any]]:
+    """The system KVs of a running engine.
+
+    Args:
+        engine: vLLM's LLM or LLMEngine. (With an AsyncLLM: ``await
+            engine.engine_core.call_utility_async("relay_system_kv")``. A server shows the same
+            counts under ``/metrics``.)
+
+    Returns:
+        One dictionary per prompt: ``name``, ``path``; ``tokens`` of the file; ``blocks``,
+        ``tokens_pinned`` and ``block_ids`` in the KV cache; ``cached``, whether requests find them
+        now (from the first request on); ``requests_hit`` and ``tokens_hit`` since the start;
+        ``released``, why they were given up, or None.
+    """
+    core = getattr(engine, "llm_engine", engine).engine_core
+    if hasattr(core, "call_utility"):
+        return list(core.call_utility("relay_system_kv"))
+    return list(core.engine_core.relay_system_kv())  # the engine in this process

@@ -1,0 +1,225 @@
+"""A KV connector that copies what a prefill writes into the KV cache, for `build`.
+
+Keys and values are taken where the attention layers hand them to the cache
+(``do_kv_cache_update``): row by row, after RoPE, before any block layout. The scheduler's side says
+which rows of a step belong to which prompt. Each worker puts its layers and KV heads into one
+mapped file per prompt; the parent joins them.
+"""
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from vllm_relay.system_kv.file import Layer, SystemKVError
+
+CONNECTOR = "CaptureConnector"
+MODULE = __name__
+# Tokens and steps done, int64, mapped by the first worker and its parent.
+PROGRESS = "progress"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one worker holds of every prompt: a flat file per prompt, layer by layer K then V."""
+
+    layers: tuple[Layer, ...]
+    tensor_rank: int
+    dtype: str
+
+    @property
+    def elements_per_token(self) -> int:
+        return sum(2 * layer.kv_heads * layer.head_size for layer in self.layers)
+
+    def map(self, file: Path, tokens: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values ``[tokens, kv_heads, head_size]`` of each layer, mapped read-write."""
+        dtype = getattr(torch, self.dtype)
+        size = tokens * self.elements_per_token
+        flat = torch.from_file(str(file), shared=True, size=size, dtype=dtype)
+        tensors, begin = {}, 0
+        for layer in self.layers:
+            pair = []
+            for _ in range(2):
+                end = begin + tokens * layer.kv_heads * layer.head_size
+                pair.append(flat[begin:end].view(tokens, layer.kv_heads, layer.head_size))
+                begin = end
+            tensors[layer.name] = (pair[0], pair[1])
+        return tensors
+
+
+def shard_file(folder: Path, prompt: int, rank: int) -> Path:
+    return folder / f"prompt-{prompt}-rank-{rank}.kv"
+
+
+def read_shards(folder: Path) -> dict[int, Shard]:
+    """The shards that the workers described, by worker rank."""
+    shards = {}
+    for path in folder.glob("rank-*.json"):
+        given = json.loads(path.read_text())
+        given["layers"] = tuple(Layer(**layer) for layer in given["layers"])
+        shards[int(path.stem.removeprefix("rank-"))] = Shard(**given)
+    return dict(sorted(shards.items()))
+
+
+@dataclass
+class CaptureMetadata(KVConnectorMetadata):
+    """Of a step: per prompt the index, the first token, and the slots of its tokens."""
+
+    parts: list[tuple[int, int, list[int]]] = field(default_factory=list)
+
+
+class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
+    """Extra config: ``folder`` for the shards, ``prompts``: the token ids of each prompt."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        self._folder = Path(extra["folder"])
+        self._prompts: list[list[int]] = extra["prompts"]
+        groups = kv_cache_config.kv_cache_groups
+        if len(groups) != 1:
+            raise SystemKVError("models with several kinds of KV cache are not supported")
+        self._block_size = groups[0].kv_cache_spec.block_size
+        if role == KVConnectorRole.SCHEDULER:
+            self._requests: dict[str, tuple[int, list[int]]] = {}
+        else:
+            self._prepare_worker(groups[0].layer_names)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    # In the scheduler.
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        pass
+
+    def build_connector_meta(self, scheduler_output: Any) -> CaptureMetadata:
+        scheduled = scheduler_output.num_scheduled_tokens
+        metadata = CaptureMetadata()
+        for new in scheduler_output.scheduled_new_reqs:
+            prompt = self._prompts.index(new.prompt_token_ids)
+            self._requests[new.req_id] = prompt, list(new.block_ids[0])
+            self._add(metadata, new.req_id, new.num_computed_tokens, scheduled[new.req_id])
+        cached = scheduler_output.scheduled_cached_reqs
+        for req_id, new_blocks, start in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            prompt, blocks = self._requests[req_id]
+            if req_id in cached.resumed_req_ids:
+                blocks.clear()  # it was preempted and begins anew
+            blocks.extend(new_blocks[0] if new_blocks else ())
+            self._add(metadata, req_id, start, scheduled[req_id])
+        return metadata
+
+    def _add(self, metadata: CaptureMetadata, req_id: str, start: int, count: int) -> None:
+        prompt, blocks = self._requests[req_id]
+        end = min(start + count, len(self._prompts[prompt]))
+        size = self._block_size
+        slots = [blocks[t // size] * size + t % size for t in range(start, end)]
+        if slots:
+            metadata.parts.append((prompt, start, slots))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
+    # In the workers.
+
+    def _prepare_worker(self, names: Sequence[str]) -> None:
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        context = self._vllm_config.compilation_config.static_forward_context
+        layers = []
+        for name in names:
+            layer = context[name]
+            if not hasattr(layer.impl, "do_kv_cache_update"):
+                raise SystemKVError(
+                    f"layer {name}: attention backend {type(layer.impl).__name__} is not supported"
+                )
+            scales = float(layer._k_scale_float), float(layer._v_scale_float)
+            layers.append(Layer(name, layer.impl.num_kv_heads, layer.impl.head_size, *scales))
+            self._tap(name, layer.impl)
+        dtype = str(self._vllm_config.model_config.dtype).removeprefix("torch.")
+        shard = Shard(tuple(layers), int(get_tensor_model_parallel_rank()), dtype)
+        rank = self._vllm_config.parallel_config.rank
+        self._rows: torch.Tensor | None = None
+        self._tensors = [
+            shard.map(shard_file(self._folder, prompt, rank), len(tokens))
+            for prompt, tokens in enumerate(self._prompts)
+        ]
+        path = self._folder / PROGRESS
+        first = rank == 0
+        self._progress = (
+            torch.from_file(str(path), shared=True, size=2, dtype=torch.int64) if first else None
+        )
+        (self._folder / f"rank-{rank}.json").write_text(json.dumps(asdict(shard)))
+
+    def _tap(self, name: str, impl: Any) -> None:
+        stock = impl.do_kv_cache_update
+
+        @functools.wraps(stock)
+        def do_kv_cache_update(
+            layer: Any, key: Any, value: Any, kv_cache: Any, slots: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            done = stock(layer, key, value, kv_cache, slots, *args, **kwargs)
+            self._take(name, key, value, slots)
+            return done
+
+        impl.do_kv_cache_update = do_kv_cache_update
+
+    def _take(self, name: str, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        """Copy the prompts' rows; key and value ``[T, kv_heads, head_size]``, slots ``[T]``."""
+        if not self.has_connector_metadata():
+            return  # a warm-up
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, CaptureMetadata)
+        if not metadata.parts:
+            return
+        if self._rows is None:  # the same for every layer of a step
+            wanted = torch.tensor(
+                [slot for _, _, part in metadata.parts for slot in part], device=slots.device
+            )
+            order = slots.argsort()
+            self._rows = order[torch.searchsorted(slots[order], wanted)]
+            assert torch.equal(slots[self._rows], wanted)
+        for tensor, which in ((key, 0), (value, 1)):
+            rows = tensor[self._rows].cpu()
+            begin = 0
+            for prompt, start, part in metadata.parts:
+                target = self._tensors[prompt][name][which]
+                target[start : start + len(part)] = rows[begin : begin + len(part)]
+                begin += len(part)
+
+    def wait_for_save(self) -> None:
+        metadata = self._connector_metadata
+        self._rows = None
+        if self._progress is not None and isinstance(metadata, CaptureMetadata) and metadata.parts:
+            self._progress += torch.tensor([sum(len(part) for *_, part in metadata.parts), 1])
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        pass

@@ -1,0 +1,199 @@
+"""The KV connector that loads system KVs at start and keeps them.
+
+vLLM makes one object in the scheduler and one in every worker. When the scheduler's is bound to the
+block pool it takes the blocks; when the workers are asked for their handshake metadata, the last
+thing before the engine says that it is ready, they write them. From then on requests find the
+blocks by vLLM's ordinary prefix caching and this connector moves nothing: it counts hits, and
+writes again after the cache was reset.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from vllm_relay import metrics, plugin
+from vllm_relay.config import SystemKVConfig
+from vllm_relay.system_kv.file import SystemKVError
+from vllm_relay.system_kv.pool import PinnedBlocks
+from vllm_relay.system_kv.settings import ADMITTED, open_admitted
+from vllm_relay.system_kv.stats import SystemKVMetrics, SystemKVStats
+from vllm_relay.system_kv.writer import Writer
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """From the scheduler to the workers: the reset after which to write the blocks again."""
+
+    rewrite: int | None = None
+
+
+@dataclass
+class WorkerMetadata(KVConnectorWorkerMetadata):
+    """From the workers to the scheduler: the blocks are written again, or why they may not be."""
+
+    reset: int
+    problem: str | None
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMetadata":
+        assert isinstance(other, WorkerMetadata) and other.reset == self.reset
+        return WorkerMetadata(self.reset, self.problem or other.problem)
+
+
+class SystemKVConnector(KVConnectorBase_V1, SupportsHMA):
+    """``--kv-transfer-config '{"kv_connector": "SystemKVConnector", "kv_role": "kv_producer",
+    "kv_connector_extra_config": {"files": ["acme.relay"]}}'``
+
+    which is what ``--additional-config.relay.system_kv acme.relay`` stands for. The extra config
+    takes the settings of `SystemKVConfig`.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        files = open_admitted(extra)
+        settings = SystemKVConfig.from_mapping(
+            {key: value for key, value in extra.items() if key != ADMITTED}
+        )
+        group = _only_group(kv_cache_config)
+        block_size = group.kv_cache_spec.block_size
+        self._asked: int | None = None  # the last reset that the workers were told of
+        self._answer: WorkerMetadata | None = None
+        self._sent = SystemKVStats()
+        if role == KVConnectorRole.SCHEDULER:
+            self._pins = PinnedBlocks(vllm_config, files, block_size, settings.budget)
+            plugin.add_engine_method()
+        else:
+            self._writer = Writer(vllm_config, files, block_size, group.layer_names)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No request waits for this connector."""
+        return False
+
+    # In the scheduler.
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._pins.take(gpu_block_pool)
+        for entry in self._pins.status():
+            metrics.logger.info(
+                "relay: system KV %s: %s of %s tokens pinned in %d blocks, from %s",
+                entry["name"],
+                f"{entry['tokens_pinned']:,}",
+                f"{entry['tokens']:,}",
+                entry["blocks"],
+                entry["path"],
+            )
+
+    def on_new_request(self, request: Any) -> None:
+        self._pins.register()
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        # None, "ask again": for the one step in which the workers write after a reset.
+        return (0 if self._pins.wants_rewrite is None else None), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if request.num_preemptions == 0:
+            self._pins.count_hit([block.block_id for block in blocks.blocks[0]])
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        wanted = self._pins.wants_rewrite
+        if wanted == self._asked:
+            return StepMetadata()
+        self._asked = wanted
+        return StepMetadata(rewrite=wanted)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        answer = connector_output.kv_connector_worker_meta
+        if isinstance(answer, WorkerMetadata):
+            self._pins.rewritten(answer.reset, answer.problem)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
+    def reset_cache(self) -> bool | None:
+        """The pool has told us already, see `PinnedBlocks`."""
+        return None
+
+    def status(self) -> list[dict[str, Any]]:
+        """See `vllm_relay.system_kv.status`."""
+        return self._pins.status()
+
+    # In the workers.
+
+    def get_handshake_metadata(self) -> None:
+        """Write the blocks; called once per worker, before the engine is ready."""
+        self._writer.write()
+        self._writer.remember_weights()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepMetadata)
+        if connector_metadata.rewrite is not None:
+            self._answer = WorkerMetadata(connector_metadata.rewrite, self._writer.rewrite())
+
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        answer, self._answer = self._answer, None
+        return answer
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        pass
+
+    # Statistics.
+
+    def get_kv_connector_stats(self) -> SystemKVStats | None:
+        """What was counted since the last call, from the scheduler."""
+        if self.role != KVConnectorRole.SCHEDULER:
+            return None
+        now = SystemKVStats.of(self._pins.status())
+        new, self._sent = now.since(self._sent), now
+        return None if new.is_empty() else new
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> SystemKVStats:
+        return SystemKVStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> SystemKVMetrics:
+        return SystemKVMetrics(*args, **kwargs)
+
+
+def _only_group(kv_cache_config: Any) -> Any:
+    """The one group of layers of a KV cache that system KVs support.
+
+    Raises:
+        SystemKVError: several groups, or not plain attention over all tokens.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) == 1 and type(groups[0].kv_cache_spec) is FullAttentionSpec:
+        spec = groups[0].kv_cache_spec
+        if not getattr(spec, "sliding_window", None):
+            return groups[0]
+    kinds: Iterable[str] = {type(group.kv_cache_spec).__name__ for group in groups}
+    raise SystemKVError(
+        "system KVs need a model whose layers all attend to all tokens, with keys and values; "
+        f"this one has KV cache groups of {', '.join(sorted(kinds)) or 'no kind'}"
+    )

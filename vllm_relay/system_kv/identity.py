@@ -1,0 +1,215 @@
+"""What an engine's KV depends on, and how a file is compared with it.
+
+KV is a function of the tokens, the weights and the model's configuration. Two engines agree on it
+when everything in `Identity` agrees; what may differ (block size, layout, tensor parallelism,
+scheduling, the engine's version) changes at most the order of summation.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_relay.system_kv.digest import (
+    default_chat_template,
+    digest_chat_template,
+    digest_tokenizer,
+    digest_weights,
+)
+from vllm_relay.system_kv.file import Manifest, SystemKVError
+
+# Settings of a Hugging Face config that KV does not depend on; RoPE is compared on its own.
+_NOT_COMPARED = {
+    "_name_or_path",
+    "_model_name_or_path",
+    "architectures",
+    "attn_implementation",
+    "auto_map",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "dtype",
+    "eos_token_id",
+    "id2label",
+    "initializer_range",
+    "is_encoder_decoder",
+    "label2id",
+    "max_position_embeddings",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "problem_type",
+    "return_dict",
+    "tie_word_embeddings",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "vocab_size",
+}
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+# RoPE types that depend on lengths beside their parameters.
+_ROPE_BY_LENGTH = ("longrope", "su", "dynamic")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What the KV of an engine depends on; the fields are those of `Manifest`."""
+
+    model: str
+    weights: str
+    tokenizer: str | None
+    chat_template: str | None
+    rope: Mapping[str, Any]
+    config: Mapping[str, Any]
+    dtype: str
+    kv_cache_dtype: str
+    quantization: str | None
+
+
+def identify(vllm_config: Any, chat_template: str | None = None) -> Identity:
+    """The identity of an engine that is started with this configuration.
+
+    Reads all weight files once.
+
+    Args:
+        vllm_config: vLLM's VllmConfig. chat_template: as given by ``--chat-template``; None for the
+            model's own.
+
+    Raises:
+        SystemKVError: the weights or the tokenizer cannot be read.
+    """
+    model = vllm_config.model_config
+    if vllm_config.load_config.load_format == "dummy":
+        raise SystemKVError("dummy weights have no identity; system KVs need a model's own weights")
+    hf = model.hf_text_config.to_dict()
+    config = {
+        key: value
+        for key, value in hf.items()
+        if key not in _NOT_COMPARED and key not in _ROPE and _is_plain(value)
+    }
+    tokenizer = None
+    if not model.skip_tokenizer_init:
+        folder = local_folder(model.tokenizer, model.tokenizer_revision, vllm_config)
+        tokenizer = digest_tokenizer(folder)
+        chat_template = read_chat_template(chat_template) or default_chat_template(folder)
+    return Identity(
+        model=str(model.model),
+        weights=digest_weights(local_folder(model.model, model.revision, vllm_config)),
+        tokenizer=tokenizer,
+        chat_template=chat_template and digest_chat_template(chat_template),
+        rope=_rope(hf, model.max_model_len),
+        config=config,
+        dtype=str(model.dtype).removeprefix("torch."),
+        kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
+        quantization=model.quantization and str(model.quantization),
+    )
+
+
+def local_folder(name: str, revision: str | None, vllm_config: Any) -> Path:
+    """The folder (or single file) of a model or tokenizer that vLLM was given by path or hub name.
+
+    What is not on this machine yet is downloaded to where vLLM looks for it.
+
+    Raises:
+        SystemKVError: it cannot be had.
+    """
+    if os.path.exists(name):
+        return Path(name)
+    import huggingface_hub
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                name,
+                revision=revision,
+                cache_dir=vllm_config.load_config.download_dir,
+                allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"],
+                local_files_only=huggingface_hub.constants.HF_HUB_OFFLINE,
+            )
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise SystemKVError(f"model {name} cannot be read for comparison: {reason}") from None
+
+
+def read_chat_template(given: str | None) -> str | None:
+    """The text of what was given as ``--chat-template``: a file, a template of vLLM's, or a text.
+
+    Raises:
+        SystemKVError: none of them.
+    """
+    if given is None or any(character in given for character in "{}\n"):
+        return given
+    from vllm.transformers_utils.chat_templates.registry import CHAT_TEMPLATES_DIR
+
+    for path in (Path(given), Path(CHAT_TEMPLATES_DIR) / given):
+        if path.is_file():
+            return path.read_text()
+    raise SystemKVError(f"chat template {given}: no such file")
+
+
+def differences(manifest: Manifest, identity: Identity) -> list[str]:
+    """What in a file does not fit an engine, one phrase each; empty when it fits."""
+    found = []
+    for field, title in (
+        ("weights", "the model's weights"),
+        ("tokenizer", "the tokenizer"),
+        ("chat_template", "the chat template"),
+    ):
+        theirs, ours = getattr(manifest, field), getattr(identity, field)
+        # built from token ids or plain text, or an engine without a tokenizer
+        if theirs is None or (ours is None and field != "weights"):
+            continue
+        if theirs != ours:
+            ours = ours and ours[:12]
+            found.append(f"{title} (file {theirs[:12]}, engine {ours or 'none'})")
+    if manifest.rope != identity.rope:
+        found += _entries("RoPE", manifest.rope, identity.rope, both=False)
+    found += _entries("the model's", manifest.config, identity.config, both=True)
+    for field, title in (
+        ("dtype", "dtype"),
+        ("kv_cache_dtype", "KV cache dtype"),
+        ("quantization", "quantization"),
+    ):
+        theirs, ours = getattr(manifest, field), getattr(identity, field)
+        if theirs != ours:
+            found.append(f"{title} (file {theirs}, engine {ours})")
+    return found
+
+
+def _entries(
+    title: str, theirs: Mapping[str, Any], ours: Mapping[str, Any], *, both: bool
+) -> Iterator[str]:
+    """Entries that differ; ``both``: of those that both have, another library may add some."""
+    keys = theirs.keys() & ours.keys() if both else theirs.keys() | ours.keys()
+    for key in sorted(keys):
+        if theirs.get(key) != ours.get(key):
+            yield f"{title} {key} (file {theirs.get(key)}, engine {ours.get(key)})"
+
+
+def _rope(hf: Mapping[str, Any], max_model_len: int) -> dict[str, Any]:
+    """What decides how positions are rotated, flat, as a file keeps it (JSON)."""
+    found: dict[str, Any] = {}
+    for key in _ROPE:
+        value = hf.get(key)
+        if isinstance(value, Mapping):
+            found |= {name: _plain(entry) for name, entry in value.items() if entry is not None}
+        elif value is not None:
+            found[key] = _plain(value)
+    kind = str(found.get("rope_type", found.get("type", "default")))
+    if kind != "default":
+        found["max_position_embeddings"] = hf.get("max_position_embeddings")
+    if kind in _ROPE_BY_LENGTH:
+        found["max_model_len"] = max_model_len
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    scalar = (bool, int, float, str, type(None))
+    if isinstance(value, (list, tuple)):
+        return all(isinstance(entry, scalar) for entry in value)
+    return isinstance(value, scalar)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

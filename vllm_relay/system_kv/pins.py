@@ -1,0 +1,71 @@
+"""Which KV blocks system KVs take: the same answer in every process, from tokens alone."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one prompt lies in the KV cache.
+
+    Attributes:
+        block_ids: of its full blocks, in order. shared: how many leading ones belong to an earlier
+            prompt that begins with the same tokens.
+    """
+
+    block_ids: tuple[int, ...]
+    shared: int
+
+
+def place(prompts: Sequence[Sequence[int]], block_size: int, first: int = 1) -> list[Placement]:
+    """Give each prompt's full blocks ids; prompts that begin alike share their blocks.
+
+    Tokens past the last full block get none: they are prefilled with each request, at their
+    positions.
+
+    Args:
+        prompts: token ids. block_size: tokens per block.
+        first: the first id; an engine's block 0 is its null block.
+    """
+    placements: list[Placement] = []
+    known: dict[tuple[int, tuple[int, ...]], int] = {}  # (block before, tokens) -> block
+    for tokens in prompts:
+        ids: list[int] = []
+        shared = 0
+        for end in range(block_size, len(tokens) + 1, block_size):
+            key = (ids[-1] if ids else 0, tuple(tokens[end - block_size : end]))
+            if key in known:
+                shared += 1
+            else:
+                known[key] = first + len(known)
+            ids.append(known[key])
+        placements.append(Placement(tuple(ids), shared))
+    return placements
+
+
+def budget_error(
+    pinned: int, usable: int, share: float, max_model_len: int, block_size: int
+) -> str | None:
+    """Why so many blocks cannot be pinned, with the numbers; None when they can.
+
+    Args:
+        pinned: blocks to pin. usable: blocks of the KV cache. share: the part that pins may take.
+        max_model_len: tokens of the longest request that must still fit beside them.
+    """
+    allowed = math.floor(share * usable)
+    if pinned > allowed:
+        return (
+            f"system KVs need {pinned:,} of {usable:,} KV cache blocks ({pinned / usable:.0%}); "
+            f"system_kv_budget allows {share:.0%}, {allowed:,} blocks: enlarge the KV cache or the "
+            "budget, or load fewer"
+        )
+    longest = math.ceil(max_model_len / block_size)
+    if usable - pinned < longest:
+        return (
+            f"system KVs need {pinned:,} of {usable:,} KV cache blocks; the other "
+            f"{usable - pinned:,} cannot hold one request of max_model_len {max_model_len:,} "
+            f"({longest:,} blocks), which would wait for ever: enlarge the KV cache, lower "
+            "--max-model-len, or load fewer"
+        )
+    return None
