@@ -1,6 +1,7 @@
 """Chats about one long system prompt: what is asked, how it is sent, how answers compare."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,6 +118,40 @@ def agreement(first: list[Answer], second: list[Answer]) -> Agreement:
     return Agreement(len(first), partings, mean, max(differences, default=0.0))
 
 
+def first_ttft(server: Server, system: str, report: Callable[[str], None]) -> float:
+    """Seconds until the first content of the first answer under `system` since `server` started.
+
+    The answer is read to its end, so that the prompt is in the prefix cache for what follows.
+
+    Raises:
+        RuntimeError: the answer has no content.
+    """
+
+    def stream(messages: list[dict[str, str]]) -> float:
+        seconds = None
+        started = time.monotonic()
+        for chunk in client.chat.completions.create(
+            model=MODEL_NAME, messages=messages, temperature=0, max_completion_tokens=8, stream=True
+        ):
+            # The chunk that only names the role comes with no content.
+            if seconds is None and any(choice.delta.content for choice in chunk.choices):
+                seconds = time.monotonic() - started
+        if seconds is None:
+            raise RuntimeError(f"{server.log.stem} gave the first request an empty answer")
+        return seconds
+
+    user = {"role": "user", "content": "Hello."}
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300
+    ) as client:
+        # A short request without the system prompt goes first: what the server's Python code does
+        # only once (rendering, sampling, streaming) is then done, and servers differ in prefill.
+        report("a short one before it")
+        stream([user])
+        report("waiting for its first token")
+        return stream([{"role": "system", "content": system}, user])
+
+
 async def ask(
     server: Server,
     system: str,
@@ -126,7 +161,7 @@ async def ask(
     tokens: int,
     report: Callable[[str], None],
 ) -> list[Answer]:
-    """Send all questions, `at_once` at a time, after a warm-up that fills the prefix cache."""
+    """Send all questions under `system`, `at_once` at a time."""
     done = 0
     places = asyncio.Semaphore(at_once)
 
@@ -160,8 +195,5 @@ async def ask(
     async with openai.AsyncOpenAI(
         base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300
     ) as client:
-        report("warm-up request")
-        await one(client, "Hello.")
-        done = 0
         report(f"0 of {len(asked)} answers")
         return await asyncio.gather(*(one(client, question) for question in asked))

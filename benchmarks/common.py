@@ -126,9 +126,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def beside_python(program: str, *arguments: str) -> list[str]:
+    """Command line of the `program` beside this Python, whatever PATH says."""
+    return [str(Path(sys.executable).parent / program), *arguments]
+
+
 def vllm(*arguments: str) -> list[str]:
-    """Command line of the `vllm` beside this Python, whatever PATH says."""
-    return [str(Path(sys.executable).parent / "vllm"), *arguments]
+    """Command line of `vllm`."""
+    return beside_python("vllm", *arguments)
 
 
 # Seconds to end after SIGINT and after SIGTERM. vLLM drains its engine for up to 10 s.
@@ -292,6 +297,34 @@ def bench_serve(
     if measured["failed"]:
         raise RuntimeError(f"{measured['failed']} bench requests failed, see {client.log}")
     return measured
+
+
+def build_system_kv(
+    model: Path,
+    prompt: Path,
+    flags: list[str],
+    *,
+    env: dict[str, str],
+    report: Callable[[str], None],
+) -> Path:
+    """Run `vllm-relay build` on the system message in the file `prompt`; returns the file made.
+
+    It and the log lie beside `prompt`. A build that fails raises ProcessDied.
+    """
+    made = prompt.with_suffix(".relay")
+    options = ["--model", str(model), "--system-prompt", str(prompt), "-o", str(made)]
+    log = prompt.with_name("system-kv-build.log")
+    build = Process([*beside_python("vllm-relay", "build"), *options, *flags], log, OFFLINE | env)
+    try:
+        while build.poll() is None:
+            said = re.findall(r"^vllm-relay: (.+)$", build.text(), re.MULTILINE)
+            report(said[-1] if said else "importing vLLM")
+            time.sleep(0.3)
+        if build.poll() != 0 or not made.is_file():
+            raise build.died()
+    finally:
+        build.stop()
+    return made
 
 
 @contextmanager

@@ -16,13 +16,15 @@ _PEAK = 1.5
 _SHARP = 3.0
 
 
-def write_random_model(folder: Path, num_heads: int, num_kv_heads: int, head_size: int) -> Path:
+def write_random_model(
+    folder: Path, num_heads: int, num_kv_heads: int, head_size: int, seed: int = 0
+) -> Path:
     """Write ``config.json`` and ``model.safetensors`` (bf16); returns the folder.
 
     Same arguments, same weights.
     """
     hidden, intermediate = num_heads * head_size, 2 * num_heads * head_size
-    generator = torch.Generator().manual_seed(head_size)
+    generator = torch.Generator().manual_seed(1000 * seed + head_size)
 
     def weight(rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(rows, columns, generator=generator) * scale / columns**0.5).bfloat16()

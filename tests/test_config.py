@@ -1,6 +1,10 @@
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
-from vllm_relay.config import RelayConfig
+from vllm_relay.config import CONNECTOR, RelayConfig, SystemKVConfig, only_system_kv
 
 
 def test_defaults_are_valid_and_come_from_an_empty_additional_config() -> None:
@@ -28,3 +32,74 @@ def test_values_are_taken_over() -> None:
 def test_bad_settings_are_named(given: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RelayConfig.from_additional_config({"relay": given})
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("acme.relay", SystemKVConfig(("acme.relay",))),
+        (Path("/kv/acme.relay"), SystemKVConfig(("/kv/acme.relay",))),
+        (["a.relay", Path("b.relay")], SystemKVConfig(("a.relay", "b.relay"))),
+        (("a.relay", "b.relay"), SystemKVConfig(("a.relay", "b.relay"))),
+        ([], SystemKVConfig()),
+        ({}, SystemKVConfig()),
+        ({"files": "acme.relay"}, SystemKVConfig(("acme.relay",), 0.5, "stop")),
+        (
+            {"files": ["acme.relay"], "budget": 0.25, "errors": "skip"},
+            SystemKVConfig(("acme.relay",), 0.25, "skip"),
+        ),
+        ({"budget": 0}, SystemKVConfig(budget=0)),
+        ({"budget": 1}, SystemKVConfig(budget=1.0)),
+        (SystemKVConfig(("a.relay",)), SystemKVConfig(("a.relay",))),
+    ],
+)
+def test_system_kvs_are_a_path_a_list_or_settings(given: object, expected: SystemKVConfig) -> None:
+    config = RelayConfig.from_additional_config({"relay": {"system_kv": given}})
+    assert config == RelayConfig(system_kv=expected)
+    assert all(type(file) is str for file in config.system_kv.files)
+    # as it travels in the connector's extra config
+    assert SystemKVConfig.from_mapping(asdict(config.system_kv)) == expected
+
+
+def test_there_are_no_system_kvs_unless_asked_for() -> None:
+    assert RelayConfig().system_kv == SystemKVConfig(files=(), budget=0.5, errors="stop")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"file": "a"}, "^unknown system_kv setting file; known: files, budget, errors$"),
+        ({"files": ["a"], "b": 1, "a": 1}, "^unknown system_kv setting a, b; known: "),
+        ({"files": 1}, "^system_kv files must be a path or a list of paths, got 1$"),
+        ({"files": None}, "^system_kv files must be a path or a list of paths, got None$"),
+        (None, "^system_kv files must be a path or a list of paths, got None$"),
+        (True, "^system_kv files must be a path or a list of paths, got True$"),
+        ("", r"^system_kv files must be a path or a list of paths, got \[''\]$"),
+        (["a.relay", ""], "^system_kv files must be a path or a list of paths"),
+        (["a.relay", 1], "^system_kv files must be a path or a list of paths"),
+        ([["a.relay"]], "^system_kv files must be a path or a list of paths"),
+        ([{"path": "a.relay"}], "^system_kv files must be a path or a list of paths"),
+        ({"files": {"a": "b"}}, "^system_kv files must be a path or a list of paths"),
+        ({"budget": -0.01}, "^system_kv budget must be from 0 to 1, got -0.01$"),
+        ({"budget": 1.01}, "^system_kv budget must be from 0 to 1, got 1.01$"),
+        ({"budget": 50}, "^system_kv budget must be from 0 to 1, got 50$"),
+        ({"budget": float("nan")}, "^system_kv budget must be from 0 to 1, got nan$"),
+        ({"budget": "0.5"}, "^system_kv budget must be from 0 to 1, got '0.5'$"),
+        ({"budget": True}, "^system_kv budget must be from 0 to 1, got True$"),
+        ({"budget": None}, "^system_kv budget must be from 0 to 1, got None$"),
+        ({"errors": "ignore"}, "^system_kv errors must be stop or skip, got 'ignore'$"),
+        ({"errors": None}, "^system_kv errors must be stop or skip, got None$"),
+        ({"errors": ["stop"]}, r"^system_kv errors must be stop or skip, got \['stop'\]$"),
+    ],
+)
+def test_bad_settings_of_system_kvs_are_named(given: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RelayConfig.from_additional_config({"relay": {"system_kv": given}})
+
+
+def test_our_connector_is_told_from_others() -> None:
+    assert only_system_kv(None)
+    assert only_system_kv(SimpleNamespace(kv_connector=None))
+    assert only_system_kv(SimpleNamespace(kv_connector=CONNECTOR))
+    assert not only_system_kv(SimpleNamespace(kv_connector="NixlConnector"))
+    assert not only_system_kv(SimpleNamespace(kv_connector="MultiConnector"))

@@ -262,8 +262,9 @@ def _excerpt(text: str | None) -> str:
 
 @app.command(context_settings=ENGINE_OPTIONS)
 def verify(
-    context: typer.Context,
-    files: Annotated[list[Path], typer.Argument(help="System-KV files.")],
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="FILE...", help="System-KV files, then vLLM's options.")
+    ],
     model: Annotated[
         str | None, typer.Option("--model", help="Compare with this model, as for vllm serve.")
     ] = None,
@@ -280,17 +281,20 @@ def verify(
     Any other option is vLLM's own, as for build. --recompute allows each tensor a difference of
     2 % (root mean square of the difference over that of the values).
     """
+    # The parser puts options it does not know among the files.
+    count = next((i for i, x in enumerate(arguments) if x.startswith("-")), len(arguments))
+    files, options = [Path(x) for x in arguments[:count]], arguments[count:]
     with _one_line_errors():
+        if not files:
+            raise ValueError("name the files before vLLM's options")
         if recompute and model is None:
             raise ValueError("--recompute needs --model")
-        if context.args and model is None:
-            raise ValueError(f"no such option without --model: {context.args[0]}")
-        builder_parts = None
-        if model is not None:
-            builder_parts = _engine_args(model, context.args)
+        if options and model is None:
+            raise ValueError(f"no such option without --model: {options[0]}")
+        engine_args = None if model is None else _engine_args(model, options)
         results = [_verify_bytes(path) for path in files]
-        if builder_parts is not None:
-            _verify_model(results, builder_parts, chat_template, recompute)
+        if engine_args is not None:
+            _verify_model(results, engine_args, chat_template, recompute)
     bad = any(result["problems"] for result in results)
     if as_json:
         for result in results:

@@ -114,6 +114,39 @@ class WorkerExtension:
     def watched(self) -> dict[str, int]:
         return dict(_watched)
 
+    def scale_weights(self, factor: float) -> None:
+        """What a weight update does: other numbers in the same parameters."""
+        for parameter in self.model_runner.get_model().parameters():
+            parameter.data.mul_(factor)
+
+    def wrong_blocks(self, path: str, block_ids: list[int]) -> int:
+        """Read blocks back with the backend's layout and count the layers that differ from a
+        system-KV file's first tokens and this worker's KV heads."""
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        from vllm_relay.backend.layout import find_layout
+        from vllm_relay.system_kv.file import SystemKVFile
+
+        file, wrong = SystemKVFile(path), 0
+        context = self.vllm_config.compilation_config.static_forward_context
+        for described in file.manifest.layers:
+            layer = context[described.name]
+            cache, impl = layer.kv_cache, layer.impl
+            heads, block_size = cache.shape[1], cache.shape[2]
+
+            def write(k: Any, v: Any, c: Any, s: Any, impl: Any = impl, layer: Any = layer) -> None:
+                impl.do_kv_cache_update(layer, k, v, c, s)
+
+            layout = find_layout(write, heads, block_size, impl.head_size, cache.dtype)
+            tokens = len(block_ids) * block_size
+            rows = [torch.empty(heads, tokens, impl.head_size, dtype=cache.dtype) for _ in range(2)]
+            layout.copy_rows(cache, block_ids, *rows)
+            first = get_tensor_model_parallel_rank() * heads
+            for ours, theirs in zip(rows, file.tensors(described.name), strict=True):
+                mine = theirs[:tokens, first : first + heads].transpose(0, 1)
+                wrong += not torch.equal(ours, mine)
+        return wrong
+
     def plant(self, name: str | None) -> None:
         """Put an error of `PLANTS` into the relay path, or take it out again."""
         mock.patch.stopall()

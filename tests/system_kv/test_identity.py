@@ -1,0 +1,231 @@
+"""What of a model a file is compared with, as far as it needs no engine."""
+
+import json
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.system_kv.files import small_manifest, write_small
+from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
+from vllm_relay.system_kv.identity import Identity, _rope, differences, read_chat_template
+
+MANIFEST = small_manifest()
+
+
+def identity(**changes: Any) -> Identity:
+    """That of the engine which wrote `small_manifest`; ``changes`` replace its fields."""
+    own = {field.name: getattr(MANIFEST, field.name) for field in fields(Identity)}
+    return Identity(**(own | changes))
+
+
+# Differences
+
+
+def test_an_engine_like_the_one_that_wrote_a_file_does_not_differ(tmp_path: Path) -> None:
+    assert differences(MANIFEST, identity()) == []
+    assert differences(SystemKVFile(write_small(tmp_path)).manifest, identity()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "phrase"),
+    [
+        (
+            {"weights": "d4" * 32},
+            "the model's weights (file a1a1a1a1a1a1, engine d4d4d4d4d4d4)",
+        ),
+        ({"tokenizer": "d4" * 32}, "the tokenizer (file b2b2b2b2b2b2, engine d4d4d4d4d4d4)"),
+        (
+            {"chat_template": "d4" * 32},
+            "the chat template (file c3c3c3c3c3c3, engine d4d4d4d4d4d4)",
+        ),
+        (
+            {"rope": {"rope_theta": 500000.0, "rope_type": "default"}},
+            "RoPE rope_theta (file 10000.0, engine 500000.0)",
+        ),
+        (
+            {"config": MANIFEST.config | {"hidden_act": "gelu"}},
+            "the model's hidden_act (file silu, engine gelu)",
+        ),
+        ({"dtype": "float16"}, "dtype (file bfloat16, engine float16)"),
+        ({"kv_cache_dtype": "fp8"}, "KV cache dtype (file auto, engine fp8)"),
+        ({"quantization": "awq"}, "quantization (file None, engine awq)"),
+    ],
+)
+def test_every_field_that_differs_has_its_phrase(changes: dict[str, Any], phrase: str) -> None:
+    assert differences(MANIFEST, identity(**changes)) == [phrase]
+
+
+def test_one_digit_of_a_digest_is_enough_wherever_it_is() -> None:
+    for field in ("weights", "tokenizer", "chat_template"):
+        for at in (0, 12, 63):
+            digest = getattr(MANIFEST, field)
+            other = digest[:at] + "f" + digest[at + 1 :]
+            assert len(differences(MANIFEST, identity(**{field: other}))) == 1
+
+
+def test_all_differences_are_told_at_once() -> None:
+    other = identity(
+        weights="d4" * 32,
+        tokenizer="d4" * 32,
+        chat_template="d4" * 32,
+        rope={"rope_theta": 1.0, "rope_type": "yarn", "factor": 2.0},
+        config={"hidden_size": 16, "num_hidden_layers": 3, "hidden_act": "silu"},
+        dtype="float32",
+        kv_cache_dtype="fp8",
+        quantization="awq",
+    )
+    found = differences(MANIFEST, other)
+    assert [phrase.split(" (")[0] for phrase in found] == [
+        "the model's weights",
+        "the tokenizer",
+        "the chat template",
+        "RoPE factor",
+        "RoPE rope_theta",
+        "RoPE rope_type",
+        "the model's hidden_size",
+        "the model's num_hidden_layers",
+        "dtype",
+        "KV cache dtype",
+        "quantization",
+    ]
+
+
+def test_where_the_model_lies_does_not_count() -> None:
+    assert differences(MANIFEST, identity(model="/mnt/elsewhere")) == []
+    other = replace(MANIFEST, model="hub/name", engine={"vllm": "0.27.1"}, name="other", text=None)
+    assert differences(other, identity()) == []
+
+
+@pytest.mark.parametrize("field", ["tokenizer", "chat_template"])
+def test_what_one_side_does_not_have_is_not_compared(field: str) -> None:
+    assert differences(MANIFEST, identity(**{field: None})) == []
+    assert differences(replace(MANIFEST, **{field: None}), identity()) == []
+    assert differences(replace(MANIFEST, **{field: None}), identity(**{field: None})) == []
+
+
+def test_settings_that_only_one_side_knows_do_not_count() -> None:
+    more = MANIFEST.config | {"a_new_setting": 1}
+    assert differences(MANIFEST, identity(config=more)) == []
+    assert differences(replace(MANIFEST, config=more), identity()) == []
+    # but one that is null on one side is known to it
+    assert len(differences(MANIFEST, identity(config=MANIFEST.config | {"hidden_act": None}))) == 1
+
+
+def test_rope_entries_that_only_one_side_knows_count() -> None:
+    more = MANIFEST.rope | {"factor": 4.0}
+    assert differences(MANIFEST, identity(rope=more)) == ["RoPE factor (file None, engine 4.0)"]
+    assert differences(replace(MANIFEST, rope=more), identity()) == [
+        "RoPE factor (file 4.0, engine None)"
+    ]
+
+
+# RoPE
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, {}),
+        ({"rope_theta": 1e4, "rope_scaling": None}, {"rope_theta": 1e4}),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "factor": None}},
+            {"rope_theta": 1e4, "rope_type": "default"},
+        ),
+        (
+            {"rope_theta": 1e4, "partial_rotary_factor": 0.5, "hidden_size": 7},
+            {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        ),
+        (
+            {"rope_theta": 1e4, "rope_scaling": {"rope_type": "default", "mrope_section": (1, 2)}},
+            {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [1, 2]},
+        ),
+    ],
+)
+def test_rope_is_flat_and_without_what_is_not_set(
+    config: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert _rope(config | {"max_position_embeddings": 8192}, 4096) == expected
+
+
+@pytest.mark.parametrize("spelling", ["rope_type", "type"])
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
+def test_lengths_count_for_the_kinds_of_rope_that_depend_on_them(spelling: str, place: str) -> None:
+    def lengths(kind: str) -> set[str]:
+        config = {place: {spelling: kind, "factor": 2.0}, "max_position_embeddings": 8192}
+        found = _rope(config, 4096)
+        assert found.pop("factor") == 2.0 and found.pop(spelling) == kind
+        assert found.get("max_position_embeddings", 8192) == 8192
+        assert found.get("max_model_len", 4096) == 4096
+        return set(found)
+
+    assert lengths("default") == set()
+    assert lengths("linear") == lengths("yarn") == lengths("llama3") == {"max_position_embeddings"}
+    for kind in ("longrope", "su", "dynamic"):
+        assert lengths(kind) == {"max_position_embeddings", "max_model_len"}
+
+
+def test_rope_is_the_same_after_it_was_written_and_read() -> None:
+    config = {
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": (1.0, 1.1, 1.2),
+            "long_factor": [1.0, 2.0, 4.000000000000001],
+            "attention_factor": None,
+        },
+        "max_position_embeddings": 131072,
+    }
+    rope = _rope(config, 32768)
+    read = json.loads(json.dumps(rope))
+    assert read == rope
+    manifest = replace(MANIFEST, rope=read)
+    assert differences(manifest, identity(rope=rope)) == []
+    assert differences(manifest, identity(rope=_rope(config, 32769))) == [
+        "RoPE max_model_len (file 32768, engine 32769)"
+    ]
+
+
+def test_an_identity_has_the_fields_of_a_manifest() -> None:
+    assert asdict(identity()).keys() <= asdict(MANIFEST).keys()
+
+
+# The chat template that was given
+
+
+@pytest.mark.parametrize("given", [None, "{{ messages }}", "{% if a %}", "one\ntwo", "a } b"])
+def test_a_template_given_as_a_text_is_that_text(given: str | None) -> None:
+    assert read_chat_template(given) == given
+
+
+def test_a_template_given_as_a_file_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ 'é' }}\n\n", encoding="utf-8")
+    assert read_chat_template(str(file)) == "{{ 'é' }}\n\n"
+    monkeypatch.chdir(tmp_path)
+    assert read_chat_template("own.jinja") == "{{ 'é' }}\n\n"
+
+
+def test_vllms_own_templates_are_known_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "<|im_start|>" in str(read_chat_template("template_chatml.jinja"))
+    (tmp_path / "template_chatml.jinja").write_text("a file here comes first")
+    assert read_chat_template("template_chatml.jinja") == "a file here comes first"
+
+
+@pytest.mark.parametrize("given", ["no/such.jinja", "chatml", ""])
+def test_a_template_that_is_none_of_them_is_named(given: str) -> None:
+    with pytest.raises(SystemKVError, match=f"^chat template {given}: no such file$"):
+        read_chat_template(given)
+
+
+@pytest.mark.xfail(strict=True, reason="a brace in its name makes it a text; vLLM opens it")
+def test_a_templates_file_may_have_braces_in_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "{own}.jinja"
+    file.write_text("{{ messages }}")
+    assert read_chat_template(str(file)) == "{{ messages }}"
