@@ -300,16 +300,16 @@ def show_agreement(console: Console, runs: list[Run]) -> bool:
             )
     if any(other.partings for other in found.values()):
         console.print(
-            "[dim]Small bf16 models often have two tokens that nearly tie; another order of "
-            "summation flips the choice.[/]",
+            "[dim]Small bf16 models often have two tokens that nearly tie; another order of sums "
+            "flips the choice.[/]",
             highlight=False,
         )
     allowed = 2 * max(control.mean, ROUNDING)
     for label, other in found.items():
         verdict = "[green]passed" if other.mean <= allowed else "[red]failed"
         console.print(
-            f"{verdict}:[/] {label} differs from {first.label} by {other.mean:.4f} nats, "
-            f"at most {allowed:.4f} (twice what rounding does) are allowed",
+            f"{verdict}:[/] {label} differs from {first.label} by {other.mean:.4f} nats; "
+            f"allowed are {allowed:.4f} (twice what rounding does)",
             highlight=False,
         )
     return all(other.mean <= allowed for other in found.values())
@@ -323,7 +323,7 @@ def speed_table(runs: list[Run]) -> Table:
     for heading in (*(r.label for r in runs), *(f"{r.label}\n/ {first.label}" for r in others)):
         # The metric may wrap in a narrow terminal, numbers may not.
         table.add_column(heading, justify="right", no_wrap=True)
-    title = "TTFT of the first request after start (ms, lower is better)"
+    title = "TTFT of the first request after start\n(ms, lower is better)"
     rows: dict[str, list[float | None]] = {title: [1000 * run.first_ttft for run in runs]}
     for title, key in (
         ("TTFT, median (ms, lower is better)", "median_ttft_ms"),
@@ -352,9 +352,9 @@ def show_numbers(console: Console, runs: list[Run]) -> None:
     )
     for run in runs:
         if run.system_kv:
-            there = "it gains nothing there" if run.bench else "left out"
-            lines = [f"holds the chats' system prompt; vllm bench serve sends another: {there}"]
-            for line in (*lines, *run.system_kv):
+            there = "no gain there" if run.bench else "left out"
+            why = f"its file is the chats' system prompt; vllm bench serve sends another: {there}"
+            for line in (why, *run.system_kv):
                 console.print(f"[dim]{run.label}: {line}[/]", highlight=False)
     for run in runs:
         if run.sharing:

@@ -368,7 +368,7 @@ def _largest_difference(file: SystemKVFile, tensors: Any) -> tuple[float, str]:
     """The largest relative rms difference of a tensor between a file and a fresh prefill."""
     worst, where = 0.0, ""
     for layer in file.manifest.layers:
-        stored = file.tensors(layer.name, verify=False)
+        stored = file.tensors(layer.name)
         for name, theirs in zip(tensor_names(layer.name), stored, strict=True):
             ours = tensors[name].float()
             rms = (theirs.float() - ours).square().mean().sqrt() / ours.square().mean().sqrt()

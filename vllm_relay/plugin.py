@@ -4,6 +4,7 @@ What differs between engine versions is written here too, so that the backend re
 of them.
 """
 
+import copy
 import functools
 import weakref
 from typing import Any
@@ -13,6 +14,8 @@ from vllm_relay.config import CONNECTOR
 
 # The engines whose interfaces were read; a test holds pyproject.toml and README to it.
 SUPPORTED = (0, 26), (0, 34)
+# KV connectors of ours; neither works beside a forward pass.
+IDLE_CONNECTORS = (CONNECTOR, "CaptureConnector")
 BACKEND_NAME = "RELAY"
 BACKEND_PATH = "vllm_relay.backend.RelayBackend"
 
@@ -29,6 +32,7 @@ def register() -> None:
 
     if current_platform.is_cpu():
         _honour_backend_on_cpu()
+        _keep_all_cores()
     _extend_worker()
     _add_connector()
     _wrap_engine_args()
@@ -117,6 +121,29 @@ def _honour_backend_on_cpu() -> None:
 
     get_attn_backend_cls._vllm_relay = True  # type: ignore[attr-defined]
     CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+
+
+def _keep_all_cores() -> None:
+    """Keep vLLM's CPU engine from setting a core aside for our connector, which is idle.
+
+    ``OMPProcessManager`` takes one more from each worker when any KV connector is configured.
+    """
+    from vllm.utils.ompmultiprocessing import OMPProcessManager
+
+    stock = OMPProcessManager.__init__
+    if hasattr(stock, "_vllm_relay"):
+        return
+
+    @functools.wraps(stock)
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        given = config.kv_transfer_config
+        if given is not None and given.kv_connector in IDLE_CONNECTORS:
+            config = copy.copy(config)
+            config.kv_transfer_config = None
+        stock(self, config, *args, **kwargs)
+
+    init._vllm_relay = True  # type: ignore[attr-defined]
+    OMPProcessManager.__init__ = init
 
 
 def _no_backend_reason(selector: Any) -> str | None:

@@ -1,11 +1,21 @@
 """The pure parts of the demo; no server is started."""
 
 import csv
+import io
+import json
 import signal
 import sys
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 from benchmarks import chat, common, demo
 
@@ -14,10 +24,30 @@ HEALTHY_LOG = """\
 (Worker pid=7) INFO 01-01 00:00:01 [metrics.py:9] relay: steps=1 relayed=0 kv_bytes_not_read=0
 (Worker pid=7) INFO 01-01 00:00:02 [metrics.py:9] relay: kv_bytes_not_read=789 steps=12 relayed=10
 """
+PINNED = "system KV licence: 3,968 of 4,018 tokens pinned in 31 blocks"
+WROTE = "wrote 1 system KV into the KV cache: 91.4 MB in 0.055 s, 1.66 GB/s"
+SYSTEM_KV_LOG = f"""\
+(EngineCore pid=6) INFO 01-01 00:00:00 [connector.py:9] relay: {PINNED}, from /tmp/licence.relay
+(Worker pid=7) INFO 01-01 00:00:00 [writer.py:9] relay: {WROTE}, checksums included
+{HEALTHY_LOG}"""
+BENCH = {"median_ttft_ms": 1000.0, "median_tpot_ms": 20.0, "output_throughput": 300.0}
 
 
 def answer(tokens: str, *logprobs: float, lead: float = 1.0) -> chat.Answer:
     return chat.Answer(tokens, tuple(tokens), logprobs, (lead,) * len(logprobs))
+
+
+def served(label: str, *answers: chat.Answer, **changes: Any) -> demo.Run:
+    """What a server did that gave the same answers twice."""
+    same = {"answers": list(answers), "again": list(answers), "first_ttft": 5.0, "bench": BENCH}
+    return demo.Run(label=label, **{**same, **changes})
+
+
+def printed(show: Any, *shown: Any, width: int = 100) -> tuple[str, Any]:
+    """What `show` prints into a terminal of that width, and what it returns."""
+    console = Console(file=io.StringIO(), width=width)
+    returned = show(console, *shown)
+    return console.file.getvalue(), returned
 
 
 def test_identical_answers_agree() -> None:
@@ -63,6 +93,11 @@ def test_sharing_line_is_found_without_the_log_prefix() -> None:
     assert demo.sharing_line("") is None
 
 
+def test_system_kv_lines_say_what_was_pinned_and_how_fast_but_not_where_it_lay() -> None:
+    assert demo.system_kv_lines(SYSTEM_KV_LOG) == (PINNED, WROTE)
+    assert demo.system_kv_lines(HEALTHY_LOG) == ()
+
+
 @pytest.mark.parametrize(
     ("count", "text"),
     [(0, "0 B"), (1023, "1,023 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (5 << 40, "5.00 TiB")],
@@ -99,14 +134,195 @@ def test_quick_is_small() -> None:
 
 
 def test_csv_rows_keep_the_load_apart_from_the_counters() -> None:
-    bench = {"median_ttft_ms": 1.0, "median_tpot_ms": 2.0, "output_throughput": 3.0}
-    first, other = [answer("ab", -0.1, -0.2)], [answer("ab", -0.1, -0.4)]
-    stock = demo.Run("stock", first, first, bench, {}, None)
-    relay = demo.Run("relay", other, other, bench, {"requests": 99}, None)
+    stock = served("stock", answer("ab", -0.1, -0.2))
+    relay = served("relay", answer("ab", -0.1, -0.4), counters={"requests": 99})
     rows = demo.csv_rows([stock, relay], demo.parse(["--requests", "7"]))
     assert [row["requests"] for row in rows] == [7, 7]
     assert [row["mean_logprob_difference"] for row in rows] == ["0.000000", "0.100000"]
     assert rows[1]["relay_requests"] == 99
+
+
+def test_csv_leaves_empty_what_was_not_measured() -> None:
+    stock, kv = served("stock"), served("relay+kv", first_ttft=0.1, bench=None)
+    rows = demo.csv_rows([stock, kv], demo.parse([]))
+    assert [row["backend"] for row in rows] == ["stock", "relay+kv"]
+    assert [row["first_ttft_ms"] for row in rows] == ["5000.000", "100.000"]
+    assert [row["ttft_median_ms"] for row in rows] == ["1000.000", ""]
+    assert [row["tpot_median_ms"] for row in rows] == ["20.000", ""]
+    assert [row["output_tokens_per_s"] for row in rows] == ["300.000", ""]
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.replace("┃", "│").strip("│\n").split("│")]
+
+
+def test_speed_has_a_column_per_server_and_a_ratio_per_server_but_the_first() -> None:
+    slow = BENCH | {"median_tpot_ms": 30.0, "output_throughput": 150.0}
+    stock, relay = served("stock"), served("relay", bench=slow, counters={"kv_bytes_not_read": 512})
+    kv = served("relay+kv", first_ttft=0.5, bench=None, counters={"kv_bytes_not_read": 7})
+    table = [
+        cells(line)
+        for line in printed(Console.print, demo.speed_table([stock, relay, kv]))[0].splitlines()
+    ]
+    rows = {row[0]: row[1:] for row in table}
+    assert rows[""][3:] == ["relay", "relay+kv"]
+    assert rows["metric"] == ["stock", "relay", "relay+kv", "/ stock", "/ stock"]
+    first = rows["TTFT of the first request after start"]
+    assert first == ["5,000.0", "5,000.0", "500.0", "1.00 x", "0.10 x"]
+    assert rows["TPOT, median (ms, lower is better)"] == ["20.0", "30.0", "-", "1.50 x", "-"]
+    assert rows["throughput (tokens/s, higher is better)"][3:] == ["0.50 x", "-"]
+    assert rows["KV bytes not read (chat and bench)"] == ["0 B", "512 B", "-", "", ""]
+
+
+def test_numbers_fit_into_100_columns() -> None:
+    large = {"median_ttft_ms": 123456.7, "median_tpot_ms": 12345.6, "output_throughput": 12345.6}
+    more = {"first_ttft": 123.4567, "bench": large, "counters": {"kv_bytes_not_read": 1048000}}
+    runs = [served(label, **more) for label in ("stock", "relay", "relay+kv")]
+    shown, _ = printed(Console.print, demo.speed_table(runs))
+    assert max(map(len, shown.splitlines())) <= 100
+    assert shown.count("123,456.7") == 6 and shown.count("1,023.4 KiB") == 3
+
+
+def test_without_a_system_kv_there_are_two_servers_and_one_ratio() -> None:
+    shown, _ = printed(Console.print, demo.speed_table([served("stock"), served("relay")]))
+    assert cells(shown.splitlines()[3]) == ["metric", "stock", "relay", "/ stock"]
+
+
+@pytest.mark.parametrize(("bench", "there"), [(BENCH, "no gain there"), (None, "left out")])
+def test_the_log_lines_of_a_system_kv_stand_under_the_numbers(bench: Any, there: str) -> None:
+    kv = served("relay+kv", bench=bench, system_kv=(PINNED, WROTE))
+    shown, _ = printed(demo.show_numbers, [served("stock"), served("relay"), kv])
+    lines = shown.splitlines()
+    assert f"relay+kv: {PINNED}" in lines and f"relay+kv: {WROTE}" in lines
+    assert any(line.startswith("relay+kv: its file") and line.endswith(there) for line in lines)
+    assert not [line for line in lines if line.startswith(("stock:", "relay:"))]
+
+
+@pytest.mark.parametrize("wrong", [None, 1, 2])
+def test_every_server_must_agree_with_the_first(wrong: int | None) -> None:
+    good, bad = answer("ab", -0.1, -0.2), answer("xy", -0.1, -0.2)
+    labels = ("stock", "relay", "relay+kv")
+    runs = [served(label, bad if i == wrong else good) for i, label in enumerate(labels)]
+    shown, passed = printed(demo.show_agreement, runs)
+    assert passed == (wrong is None)
+    verdicts = [line.split(" differs")[0] for line in shown.splitlines() if " differs from" in line]
+    says = ["failed" if i == wrong else "passed" for i in (1, 2)]
+    assert verdicts == [f"{says[0]}: relay", f"{says[1]}: relay+kv"]
+
+
+def test_answers_of_the_third_server_are_compared_with_the_second() -> None:
+    stock = served("stock", answer("ab", -0.1, -0.2), answer("ab", -0.1, -0.2))
+    relay = served("relay", answer("cd", -0.1, -0.2), answer("cd", -0.1, -0.2))
+    kv = served("relay+kv", answer("cd", -0.1, -0.2), answer("ce", -0.1, -0.2))
+    shown, _ = printed(demo.show_answers, ["one?", "two?"], [stock, relay, kv])
+    assert "relay+kv: 1 of 2 answers are the same as relay's, token for token" in shown
+
+
+def record_servers(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, argv: list[str], bench_seconds: float = 1.0
+) -> tuple[list[tuple[str, str]], list[dict[str, Any]]]:
+    """(backend, label) of the servers that the demo would start, and their options."""
+    started: list[tuple[str, str]] = []
+    options: list[dict[str, Any]] = []
+
+    def start(backend: str, label: str, system: str, *rest: Any, **more: Any) -> demo.Run:
+        started.append((backend, label))
+        options.append(more | {"system": system})
+        return served(label, bench_seconds=bench_seconds)
+
+    def build(model: Path, prompt: Path, *rest: Any, **more: Any) -> Path:
+        assert len(started) == 2  # it does not compute beside a server that is measured
+        return prompt
+
+    monkeypatch.setattr(demo, "run_server", start)
+    monkeypatch.setattr(demo, "build_system_kv", build)
+    demo.run_all(demo.parse(argv), folder, Console(file=io.StringIO()))
+    return started, options
+
+
+def test_the_third_server_is_the_second_with_the_system_prompt_of_the_chats(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started, options = record_servers(monkeypatch, tmp_path, ["--quick"])
+    assert started == [("CPU_ATTN", "stock"), ("relay", "relay"), ("relay", "relay+kv")]
+    assert [more.get("control", False) for more in options] == [True, False, False]
+    assert [more.get("system_kv") is not None for more in options] == [False, False, True]
+    assert options[2]["system_kv"].read_text() == options[0]["system"] == options[2]["system"]
+    assert options[2]["bench"] is True
+
+
+def test_a_long_bench_is_left_out_for_the_third_server_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _, options = record_servers(monkeypatch, tmp_path, ["--quick"], bench_seconds=60.5)
+    assert [more.get("bench", True) for more in options] == [True, True, False]
+
+
+def test_no_system_kv_leaves_the_two_named_backends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    argv = ["--quick", "--no-system-kv", "--backends", "CPU_ATTN", "CPU_ATTN"]
+    started, _ = record_servers(monkeypatch, tmp_path, argv)
+    assert started == [("CPU_ATTN", "stock"), ("CPU_ATTN", "stock-2")]
+
+
+def test_every_engine_leaves_as_many_cores_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_CPU_NUM_OF_RESERVED_CPU", raising=False)
+    assert demo.engine_env(demo.parse([]))["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "1"
+    monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "3")
+    assert demo.engine_env(demo.parse([]))["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "3"
+
+
+@contextmanager
+def streaming(contents: list[str], pause: float = 0.0) -> Iterator[tuple[Any, list[Any]]]:
+    """A chat API that streams a role, waits, and streams `contents`; and the messages it got."""
+    got: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            got.append(body["messages"])
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.end_headers()
+            for i, content in enumerate(["", *contents]):
+                if i == 1:
+                    time.sleep(pause)
+                delta = {"role": "assistant", "content": content}
+                chunk = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": "m"}
+                chunk |= {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+                self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+                self.wfile.flush()
+            self.wfile.write(b"data: [DONE]\n\n")
+
+        def log_message(self, *unused: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        yield Namespace(url=url, log=Path("relay.log")), got
+        server.shutdown()
+
+
+def test_the_first_token_is_the_first_content_not_the_role() -> None:
+    with streaming(["Hel", "lo"], pause=0.3) as (server, got):
+        seconds = chat.first_ttft(server, "the prompt", lambda doing: None)
+    assert seconds >= 0.3
+    roles = [[message["role"] for message in messages] for messages in got]
+    assert roles == [["user"], ["system", "user"]]
+    assert got[1][0]["content"] == "the prompt"
+
+
+def test_an_empty_first_answer_is_no_measurement() -> None:
+    with streaming([]) as (server, _), pytest.raises(RuntimeError, match="relay gave"):
+        chat.first_ttft(server, "the prompt", lambda doing: None)
+
+
+def test_a_build_that_fails_says_why(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.txt"
+    with pytest.raises(common.ProcessDied, match=r"status 1:(.|\n)*missing\.txt"):
+        common.build_system_kv(tmp_path, missing, [], env={}, report=lambda doing: None)
 
 
 def test_csv_carries_provenance_and_never_overwrites(tmp_path: Path) -> None:

@@ -49,6 +49,18 @@ def test_weights_have_one_digest_wherever_they_lie_and_whenever_they_came(tmp_pa
     assert digest == digest_weights(other) == digest_weights(links)
 
 
+def test_the_order_in_which_a_folder_lists_its_files_does_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of(tmp_path / "model", SHARDS)
+    digest = digest_weights(folder)
+    # Forced: a file system may list them in the same order however they came.
+    listed = {order: sorted(folder.iterdir(), reverse=order) for order in (False, True)}
+    for order in listed:
+        monkeypatch.setattr(Path, "glob", lambda self, pattern, order=order: iter(listed[order]))
+        assert digest_weights(folder) == digest
+
+
 def test_files_that_are_no_weights_do_not_count(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "model", SHARDS)
     digest = digest_weights(folder)

@@ -57,6 +57,7 @@ class Builder:
     def __init__(self, engine_args: Any, scratch: Path, chat_template: str | None = None) -> None:
         from vllm.config import KVTransferConfig
         from vllm.tokenizers import cached_tokenizer_from_config
+        from vllm.usage.usage_lib import UsageContext
 
         engine_args.enable_prefix_caching = False  # so that every prompt's rows are computed
         engine_args.kv_transfer_config = KVTransferConfig(
@@ -66,7 +67,8 @@ class Builder:
             kv_connector_extra_config={"folder": str(scratch), "prompts": []},
         )
         self._scratch = scratch
-        self._config = engine_args.create_engine_config()
+        # the limits of a server: a prompt is cut into the same chunks, and so rounded alike
+        self._config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         model = self._config.model_config
         self.tokenizer = None if model.skip_tokenizer_init else cached_tokenizer_from_config(model)
         self.identity: Identity = identify(self._config, chat_template)

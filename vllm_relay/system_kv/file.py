@@ -95,6 +95,14 @@ class Manifest:
     def tokens(self) -> int:
         return len(self.token_ids)
 
+    def shapes(self) -> dict[str, tuple[int, int, int]]:
+        """The shape ``(tokens, kv_heads, head_size)`` of each tensor, by name."""
+        return {
+            name: (self.tokens, layer.kv_heads, layer.head_size)
+            for layer in self.layers
+            for name in tensor_names(layer.name)
+        }
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
 
@@ -136,16 +144,25 @@ def write_file(
     Raises:
         SystemKVError: a tensor is missing or misshapen. OSError: the disk is full, say.
     """
-    for layer in manifest.layers:
-        shape = (manifest.tokens, layer.kv_heads, layer.head_size)
-        for name in tensor_names(layer.name):
-            if name not in tensors or tuple(tensors[name].shape) != shape:
-                raise SystemKVError(f"{path}: tensor {name} must have the shape {shape}")
+    shapes = manifest.shapes()
+    if tensors.keys() != shapes.keys():
+        odd = min(tensors.keys() ^ shapes.keys())
+        raise SystemKVError(f"{path}: tensor {odd} is missing, or is of no layer of the manifest")
+    for name, shape in shapes.items():
+        found = tuple(tensors[name].shape), str(tensors[name].dtype).removeprefix("torch.")
+        if found != (shape, manifest.dtype):
+            raise SystemKVError(
+                f"{path}: tensor {name} must be {shape} {manifest.dtype}, is {found[0]} {found[1]}"
+            )
     given = asdict(manifest) | {"checksums": {name: checksum(t) for name, t in tensors.items()}}
     manifest = Manifest.from_dict(given)
     unfinished = scratch / f"{path.name}.unfinished"
     seal = torch.zeros(_SEAL_BYTES, dtype=torch.uint8)
-    save_file({**tensors, SEAL: seal}, unfinished, metadata={MANIFEST_KEY: manifest.to_json()})
+    dense = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file({**dense, SEAL: seal}, unfinished, metadata={MANIFEST_KEY: manifest.to_json()})
+    except safetensors.SafetensorError as error:
+        raise OSError(f"{path}: {error}") from None
     os.chmod(unfinished, 0o600)
     with unfinished.open("r+b") as file:
         header = _read_header(file, path)
@@ -161,6 +178,12 @@ def write_file(
     finally:
         os.close(folder)
     return size
+
+
+def _whole(number: Any) -> int:
+    if type(number) is not int:
+        raise TypeError(f"{number!r} is not an offset")
+    return number
 
 
 @dataclass(frozen=True)
@@ -186,8 +209,8 @@ def _read_header(file: Any, path: Path) -> _Header:
     try:
         header = json.loads(raw)
         metadata = header.pop("__metadata__")
-        ends = [int(entry["data_offsets"][1]) for entry in header.values()]
-        seal_begin, seal_end = header[SEAL]["data_offsets"]
+        ends = [_whole(entry["data_offsets"][1]) for entry in header.values()]
+        seal_begin, seal_end = map(_whole, header[SEAL]["data_offsets"])
     except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError):
         raise SystemKVError(f"{path}: is not a system-KV file, or its header is damaged") from None
     expected = 8 + length + max(ends)
@@ -262,44 +285,35 @@ class SystemKVFile:
         return dict(given)
 
     def _check_tensors(self, entries: Mapping[str, Any]) -> None:
-        expected = {
-            name: [self.manifest.tokens, layer.kv_heads, layer.head_size]
-            for layer in self.manifest.layers
-            for name in tensor_names(layer.name)
-        }
-        if entries.keys() - {SEAL} != expected.keys() or expected.keys() != set(
-            self.manifest.checksums
-        ):
+        shapes = self.manifest.shapes()
+        if not entries.keys() - {SEAL} == shapes.keys() == self.manifest.checksums.keys():
             raise ValueError("it does not name the tensors in the file")
-        for name, shape in expected.items():
-            if entries[name]["shape"] != shape:
+        for name, shape in shapes.items():
+            if entries[name]["shape"] != list(shape):
                 raise ValueError(f"tensor {name} has the shape {entries[name]['shape']}")
 
-    def tensors(self, layer: str, *, verify: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, mapped from the file.
+    def tensors(self, layer: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, mapped from the file; their checksums are compared.
 
         Args:
-            layer: a name in the manifest. verify: compare their checksums, which reads them.
+            layer: a name in the manifest.
 
         Returns:
             Two CPU tensors ``[tokens, kv_heads, head_size]``.
 
         Raises:
-            SystemKVError: a checksum differs, or the file was replaced since it was opened.
+            SystemKVError: a checksum differs, or the file is not the one that was opened any more.
         """
-        with self._open() as file:
-            keys, values = (file.get_tensor(name) for name in tensor_names(layer))
-        if verify:
-            for name, tensor in zip(tensor_names(layer), (keys, values), strict=True):
-                if checksum(tensor) != self.manifest.checksums[name]:
-                    raise SystemKVError(f"{self.path}: tensor {name} is damaged: checksum differs")
-        return keys, values
-
-    def _open(self) -> Any:
+        names = tensor_names(layer)
         try:
-            return safetensors.safe_open(self.path, framework="pt")
+            with safetensors.safe_open(self.path, framework="pt") as file:
+                keys, values = (file.get_tensor(name) for name in names)
         except (OSError, safetensors.SafetensorError) as error:
             raise SystemKVError(f"{self.path}: {error}") from None
+        for name, tensor in zip(names, (keys, values), strict=True):
+            if checksum(tensor) != self.manifest.checksums[name]:
+                raise SystemKVError(f"{self.path}: tensor {name} is damaged: checksum differs")
+        return keys, values
 
     def verify(self) -> None:
         """Compare the checksums of all tensors.

@@ -5,8 +5,10 @@ when everything in `Identity` agrees; what may differ (block size, layout, tenso
 scheduling, the engine's version) changes at most the order of summation.
 """
 
+import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,20 +83,21 @@ def identify(vllm_config: Any, chat_template: str | None = None) -> Identity:
     model = vllm_config.model_config
     if vllm_config.load_config.load_format == "dummy":
         raise SystemKVError("dummy weights have no identity; system KVs need a model's own weights")
-    hf = model.hf_text_config.to_dict()
-    config = {
-        key: value
-        for key, value in hf.items()
-        if key not in _NOT_COMPARED and key not in _ROPE and _is_plain(value)
-    }
+    # as a file keeps it
+    hf = json.loads(json.dumps(model.hf_text_config.to_dict(), default=str))
+    config = {k: v for k, v in hf.items() if k not in _NOT_COMPARED and k not in _ROPE}
     tokenizer = None
     if not model.skip_tokenizer_init:
         folder = local_folder(model.tokenizer, model.tokenizer_revision, vllm_config)
         tokenizer = digest_tokenizer(folder)
         chat_template = read_chat_template(chat_template) or default_chat_template(folder)
+    try:
+        weights = digest_weights(local_folder(model.model, model.revision, vllm_config))
+    except OSError as error:
+        raise SystemKVError(f"the weights cannot be read for comparison: {error}") from None
     return Identity(
         model=str(model.model),
-        weights=digest_weights(local_folder(model.model, model.revision, vllm_config)),
+        weights=weights,
         tokenizer=tokenizer,
         chat_template=chat_template and digest_chat_template(chat_template),
         rope=_rope(hf, model.max_model_len),
@@ -123,6 +126,7 @@ def local_folder(name: str, revision: str | None, vllm_config: Any) -> Path:
                 name,
                 revision=revision,
                 cache_dir=vllm_config.load_config.download_dir,
+                # Weights of other kinds are found when the engine has downloaded them before.
                 allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"],
                 local_files_only=huggingface_hub.constants.HF_HUB_OFFLINE,
             )
@@ -138,13 +142,15 @@ def read_chat_template(given: str | None) -> str | None:
     Raises:
         SystemKVError: none of them.
     """
-    if given is None or any(character in given for character in "{}\n"):
-        return given
+    if given is None:
+        return None
     from vllm.transformers_utils.chat_templates.registry import CHAT_TEMPLATES_DIR
 
     for path in (Path(given), Path(CHAT_TEMPLATES_DIR) / given):
-        if path.is_file():
+        with suppress(OSError):  # a text may be too long for a name
             return path.read_text()
+    if any(character in given for character in "{}\n"):
+        return given
     raise SystemKVError(f"chat template {given}: no such file")
 
 
@@ -193,23 +199,12 @@ def _rope(hf: Mapping[str, Any], max_model_len: int) -> dict[str, Any]:
     for key in _ROPE:
         value = hf.get(key)
         if isinstance(value, Mapping):
-            found |= {name: _plain(entry) for name, entry in value.items() if entry is not None}
+            found |= {name: entry for name, entry in value.items() if entry is not None}
         elif value is not None:
-            found[key] = _plain(value)
+            found[key] = value
     kind = str(found.get("rope_type", found.get("type", "default")))
     if kind != "default":
         found["max_position_embeddings"] = hf.get("max_position_embeddings")
     if kind in _ROPE_BY_LENGTH:
         found["max_model_len"] = max_model_len
     return found
-
-
-def _is_plain(value: Any) -> bool:
-    scalar = (bool, int, float, str, type(None))
-    if isinstance(value, (list, tuple)):
-        return all(isinstance(entry, scalar) for entry in value)
-    return isinstance(value, scalar)
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

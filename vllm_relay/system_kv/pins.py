@@ -18,15 +18,16 @@ class Placement:
     shared: int
 
 
-def place(prompts: Sequence[Sequence[int]], block_size: int, first: int = 1) -> list[Placement]:
-    """Give each prompt's full blocks ids; prompts that begin alike share their blocks.
+def place(prompts: Sequence[Sequence[int]], block_size: int) -> list[Placement]:
+    """Give each prompt's full blocks ids from 1 on; prompts that begin alike share their blocks.
+
+    An engine's block 0 is its null block.
 
     Tokens past the last full block get none: they are prefilled with each request, at their
     positions.
 
     Args:
         prompts: token ids. block_size: tokens per block.
-        first: the first id; an engine's block 0 is its null block.
     """
     placements: list[Placement] = []
     known: dict[tuple[int, tuple[int, ...]], int] = {}  # (block before, tokens) -> block
@@ -38,7 +39,7 @@ def place(prompts: Sequence[Sequence[int]], block_size: int, first: int = 1) -> 
             if key in known:
                 shared += 1
             else:
-                known[key] = first + len(known)
+                known[key] = 1 + len(known)
             ids.append(known[key])
         placements.append(Placement(tuple(ids), shared))
     return placements
@@ -53,11 +54,11 @@ def budget_error(
         pinned: blocks to pin. usable: blocks of the KV cache. share: the part that pins may take.
         max_model_len: tokens of the longest request that must still fit beside them.
     """
-    allowed = math.floor(share * usable)
+    allowed = math.floor(share * usable + 1e-6)  # 0.29 * 100 is 28.999…
     if pinned > allowed:
         return (
             f"system KVs need {pinned:,} of {usable:,} KV cache blocks ({pinned / usable:.0%}); "
-            f"system_kv_budget allows {share:.0%}, {allowed:,} blocks: enlarge the KV cache or the "
+            f"system_kv.budget allows {share:.0%}, {allowed:,} blocks: enlarge the KV cache or the "
             "budget, or load fewer"
         )
     longest = math.ceil(max_model_len / block_size)

@@ -1,13 +1,17 @@
 """From what an operator writes to the tokens that every request begins with."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# What may follow a system prompt. Two texts begin with different characters, so that a tokenizer
-# cannot join the prompt's last token with both; the last has been answered already.
+# Beginnings of what may follow a text, beside those that the vocabulary suggests.
+_CONTINUATIONS = ("\n", " ", " a", "0", "a", "'s", ".", "é", "日本", "🙂")
+# Users of conversations that are compared. They begin with different characters.
 _USERS = ("Hello", "0", "\n", " a", "é")
 _ANSWER = "Yes."
+_OTHER_MESSAGE = "\u2021 another message"
+# No token is longer, nor does a tokenizer look further ahead.
+_TAIL = 64
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,9 @@ def from_system_message(
 ) -> Prompt:
     """The longest run of tokens with which every conversation under a system message begins.
 
-    It is found by rendering several conversations and comparing their tokens. A date that the
-    template writes ends it: tomorrow's conversations begin otherwise.
+    It is found by rendering several conversations and comparing them. It ends where the template
+    writes the date, since tomorrow's conversations begin otherwise, and before a token that may be
+    joined with what a user writes.
 
     Args:
         name: of the prompt. message: the system message.
@@ -50,38 +55,44 @@ def from_system_message(
         ValueError: the template does not put the system message first, or does not accept one.
     """
 
-    def render(user: str, answered: bool, **more: Any) -> list[int]:
+    def render(user: str, answered: bool, message: str = message, **more: Any) -> str:
         messages = [{"role": "system", "content": message}, {"role": "user", "content": user}]
         if answered:
             messages.append({"role": "assistant", "content": _ANSWER})
             messages.append({"role": "user", "content": user})
-        text = tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            chat_template=chat_template,
-            add_generation_prompt=True,
-            tokenize=False,
-            **(template_kwargs or {}),
-            **more,
-        )
-        # as vLLM's chat API does: the template has written the special tokens
-        return list(tokenizer.encode(text, add_special_tokens=False))
+        try:
+            return str(
+                tokenizer.apply_chat_template(
+                    messages,
+                    tools=tools,
+                    chat_template=chat_template,
+                    add_generation_prompt=True,
+                    tokenize=False,
+                    **(template_kwargs or {}),
+                    **more,
+                )
+            )
+        except Exception as error:
+            raise ValueError(
+                f"prompt {name}: the chat template cannot render it: {error}"
+            ) from error
 
-    try:
-        today = [render(user, answered) for user in _USERS for answered in (False, True)]
-    except Exception as error:
-        raise ValueError(f"prompt {name}: the chat template cannot render it: {error}") from error
+    def stored_of(texts: Sequence[str]) -> list[int]:
+        # The template has written the special tokens, as in vLLM's chat API.
+        return _stable_tokens("".join(common_prefix(texts)), tokenizer, add_special_tokens=False)
+
+    today = [render(user, answered) for user in _USERS for answered in (False, True)]
     # A template asks for the date by calling this function.
     other_day = render(_USERS[0], False, strftime_now=lambda form: "\0")
-    stored = common_prefix([*today, other_day])
-    without = common_prefix(today)
+    stored, undated = stored_of([*today, other_day]), stored_of(today)
     note = None
-    if len(stored) < len(without):
+    if len(stored) < len(undated):
         note = (
             f"the chat template writes the current date: {len(stored):,} tokens before it are "
-            f"stored, {len(without) - len(stored):,} after it are not"
+            f"stored, {len(undated) - len(stored):,} after it are not"
         )
-    if not stored or tokenizer.decode(without).find(message.strip()[:40]) < 0:
+    common = "".join(common_prefix(today))
+    if not stored or render(_USERS[0], False, message=_OTHER_MESSAGE).startswith(common):
         raise ValueError(
             f"prompt {name}: conversations under this system message do not begin with it in common"
         )
@@ -91,19 +102,58 @@ def from_system_message(
 def from_text(name: str, text: str, tokenizer: Any) -> Prompt:
     """The tokens that every completion request whose prompt begins with a text begins with.
 
-    The text's last token is left out where a tokenizer may join it with what follows.
-
     Raises:
-        ValueError: nothing is left.
+        ValueError: there are none.
     """
-    encode: Callable[[str], list[int]] = tokenizer.encode
-    stored = common_prefix([list(encode(text + more)) for more in ("", *_USERS)])
+    stored = _stable_tokens(text, tokenizer, add_special_tokens=True)
     if not stored:
         raise ValueError(f"prompt {name}: no tokens")
     return Prompt(name, "text", tuple(stored))
 
 
-def common_prefix(sequences: Sequence[Sequence[int]]) -> list[int]:
+def _stable_tokens(text: str, tokenizer: Any, *, add_special_tokens: bool) -> list[int]:
+    """The tokens of a text that stay the same whatever follows it.
+
+    A token that joins the text's end with what follows is in the vocabulary. So all continuations
+    that could be joined are known, and are tried.
+    """
+    tail = text[-_TAIL:]
+    base = list(tokenizer.encode(tail, add_special_tokens=False))
+    follow = [tail + more for more in {*_CONTINUATIONS, *_joined(tail, tokenizer)}]
+    kept = min(
+        len(common_prefix([base, tokens]))
+        for tokens in tokenizer(follow, add_special_tokens=False)["input_ids"]
+    )
+    tokens = list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    if add_special_tokens:  # some tokenizers end a text with one
+        bare = list(tokenizer.encode(text, add_special_tokens=False))
+        tokens = tokens[: len(bare) + _position(bare, tokens)]
+    return tokens[: max(0, len(tokens) - (len(base) - kept))]
+
+
+def _position(part: Sequence[int], whole: Sequence[int]) -> int:
+    """Where the tokens of a text begin among those with special tokens around them."""
+    for begin in range(len(whole) - len(part) + 1):
+        if list(whole[begin : begin + len(part)]) == list(part):
+            return begin
+    return 0
+
+
+def _joined(text: str, tokenizer: Any) -> set[str]:
+    """What remains of each token of the vocabulary that begins with the end of a text."""
+    found = set()
+    for token in tokenizer.get_vocab():
+        if "▁" in token:  # SentencePiece's space
+            written = token.replace("▁", " ")
+        else:
+            written = tokenizer.convert_tokens_to_string([token])
+        for length in range(1, len(written)):
+            if text.endswith(written[:length]):
+                found.add(written[length:])
+    return {more for more in found if "\ufffd" not in more}
+
+
+def common_prefix(sequences: Sequence[Sequence[Any]]) -> list[Any]:
     """The longest beginning that all sequences have in common."""
     shortest = min(map(len, sequences))
     first = sequences[0]
