@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import openai
+from openai.types.chat import ChatCompletionMessageParam
 from tokenizers import Tokenizer
 
 from benchmarks.common import MODEL_NAME, Server
@@ -127,7 +128,7 @@ def first_ttft(server: Server, system: str, report: Callable[[str], None]) -> fl
         RuntimeError: the answer has no content.
     """
 
-    def stream(messages: list[dict[str, str]]) -> float:
+    def stream(messages: list[ChatCompletionMessageParam]) -> float:
         seconds = None
         started = time.monotonic()
         for chunk in client.chat.completions.create(
@@ -140,7 +141,7 @@ def first_ttft(server: Server, system: str, report: Callable[[str], None]) -> fl
             raise RuntimeError(f"{server.log.stem} gave the first request an empty answer")
         return seconds
 
-    user = {"role": "user", "content": "Hello."}
+    user: ChatCompletionMessageParam = {"role": "user", "content": "Hello."}
     with openai.OpenAI(
         base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300
     ) as client:

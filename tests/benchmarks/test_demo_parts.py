@@ -1,4 +1,4 @@
-"""The pure parts of the demo; no server is started."""
+"""The demo without its servers: chats, log lines, tables, child processes."""
 
 import csv
 import io
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks import chat, common, demo
+from benchmarks import chat, common, demo, demo_tables
 
 HEALTHY_LOG = """\
 (Worker pid=7) INFO 01-01 00:00:00 [metrics.py:9] 24 requests share 3,968 tokens in 1 group: 90 %
@@ -37,10 +37,10 @@ def answer(tokens: str, *logprobs: float, lead: float = 1.0) -> chat.Answer:
     return chat.Answer(tokens, tuple(tokens), logprobs, (lead,) * len(logprobs))
 
 
-def served(label: str, *answers: chat.Answer, **changes: Any) -> demo.Run:
+def served(label: str, *answers: chat.Answer, **changes: Any) -> demo_tables.Run:
     """What a server did that gave the same answers twice."""
     same = {"answers": list(answers), "again": list(answers), "first_ttft": 5.0, "bench": BENCH}
-    return demo.Run(label=label, **{**same, **changes})
+    return demo_tables.Run(label=label, **{**same, **changes})
 
 
 def printed(show: Any, *shown: Any, width: int = 100) -> tuple[str, Any]:
@@ -103,7 +103,7 @@ def test_system_kv_lines_say_what_was_pinned_and_how_fast_but_not_where_it_lay()
     [(0, "0 B"), (1023, "1,023 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (5 << 40, "5.00 TiB")],
 )
 def test_human_bytes(count: int, text: str) -> None:
-    assert demo.human_bytes(count) == text
+    assert demo_tables.human_bytes(count) == text
 
 
 def test_labels_are_unique() -> None:
@@ -136,7 +136,7 @@ def test_quick_is_small() -> None:
 def test_csv_rows_keep_the_load_apart_from_the_counters() -> None:
     stock = served("stock", answer("ab", -0.1, -0.2))
     relay = served("relay", answer("ab", -0.1, -0.4), counters={"requests": 99})
-    rows = demo.csv_rows([stock, relay], demo.parse(["--requests", "7"]))
+    rows = demo_tables.csv_rows([stock, relay], demo.parse(["--requests", "7"]))
     assert [row["requests"] for row in rows] == [7, 7]
     assert [row["mean_logprob_difference"] for row in rows] == ["0.000000", "0.100000"]
     assert rows[1]["relay_requests"] == 99
@@ -144,7 +144,7 @@ def test_csv_rows_keep_the_load_apart_from_the_counters() -> None:
 
 def test_csv_leaves_empty_what_was_not_measured() -> None:
     stock, kv = served("stock"), served("relay+kv", first_ttft=0.1, bench=None)
-    rows = demo.csv_rows([stock, kv], demo.parse([]))
+    rows = demo_tables.csv_rows([stock, kv], demo.parse([]))
     assert [row["backend"] for row in rows] == ["stock", "relay+kv"]
     assert [row["first_ttft_ms"] for row in rows] == ["5000.000", "100.000"]
     assert [row["ttft_median_ms"] for row in rows] == ["1000.000", ""]
@@ -160,11 +160,8 @@ def test_speed_has_a_column_per_server_and_a_ratio_per_server_but_the_first() ->
     slow = BENCH | {"median_tpot_ms": 30.0, "output_throughput": 150.0}
     stock, relay = served("stock"), served("relay", bench=slow, counters={"kv_bytes_not_read": 512})
     kv = served("relay+kv", first_ttft=0.5, bench=None, counters={"kv_bytes_not_read": 7})
-    table = [
-        cells(line)
-        for line in printed(Console.print, demo.speed_table([stock, relay, kv]))[0].splitlines()
-    ]
-    rows = {row[0]: row[1:] for row in table}
+    shown, _ = printed(Console.print, demo_tables.speed_table([stock, relay, kv]))
+    rows = {row[0]: row[1:] for row in map(cells, shown.splitlines())}
     assert rows[""][3:] == ["relay", "relay+kv"]
     assert rows["metric"] == ["stock", "relay", "relay+kv", "/ stock", "/ stock"]
     first = rows["TTFT of the first request after start"]
@@ -178,20 +175,20 @@ def test_numbers_fit_into_100_columns() -> None:
     large = {"median_ttft_ms": 123456.7, "median_tpot_ms": 12345.6, "output_throughput": 12345.6}
     more = {"first_ttft": 123.4567, "bench": large, "counters": {"kv_bytes_not_read": 1048000}}
     runs = [served(label, **more) for label in ("stock", "relay", "relay+kv")]
-    shown, _ = printed(Console.print, demo.speed_table(runs))
+    shown, _ = printed(Console.print, demo_tables.speed_table(runs))
     assert max(map(len, shown.splitlines())) <= 100
     assert shown.count("123,456.7") == 6 and shown.count("1,023.4 KiB") == 3
 
 
 def test_without_a_system_kv_there_are_two_servers_and_one_ratio() -> None:
-    shown, _ = printed(Console.print, demo.speed_table([served("stock"), served("relay")]))
+    shown, _ = printed(Console.print, demo_tables.speed_table([served("stock"), served("relay")]))
     assert cells(shown.splitlines()[3]) == ["metric", "stock", "relay", "/ stock"]
 
 
 @pytest.mark.parametrize(("bench", "there"), [(BENCH, "no gain there"), (None, "left out")])
 def test_the_log_lines_of_a_system_kv_stand_under_the_numbers(bench: Any, there: str) -> None:
     kv = served("relay+kv", bench=bench, system_kv=(PINNED, WROTE))
-    shown, _ = printed(demo.show_numbers, [served("stock"), served("relay"), kv])
+    shown, _ = printed(demo_tables.show_numbers, [served("stock"), served("relay"), kv])
     lines = shown.splitlines()
     assert f"relay+kv: {PINNED}" in lines and f"relay+kv: {WROTE}" in lines
     assert any(line.startswith("relay+kv: its file") and line.endswith(there) for line in lines)
@@ -203,18 +200,34 @@ def test_every_server_must_agree_with_the_first(wrong: int | None) -> None:
     good, bad = answer("ab", -0.1, -0.2), answer("xy", -0.1, -0.2)
     labels = ("stock", "relay", "relay+kv")
     runs = [served(label, bad if i == wrong else good) for i, label in enumerate(labels)]
-    shown, passed = printed(demo.show_agreement, runs)
+    shown, passed = printed(demo_tables.show_agreement, runs)
     assert passed == (wrong is None)
     verdicts = [line.split(" differs")[0] for line in shown.splitlines() if " differs from" in line]
     says = ["failed" if i == wrong else "passed" for i in (1, 2)]
     assert verdicts == [f"{says[0]}: relay", f"{says[1]}: relay+kv"]
 
 
+@pytest.mark.parametrize(("logprob", "close"), [(-0.29, True), (-0.31, False)])
+def test_a_server_may_be_twice_as_far_from_the_first_as_the_first_is_from_itself(
+    logprob: float, close: bool
+) -> None:
+    stock = served("stock", answer("a", -0.1), again=[answer("a", -0.2)])
+    _, passed = printed(demo_tables.show_agreement, [stock, served("relay", answer("a", logprob))])
+    assert passed == close
+
+
+def test_partings_count_questions_and_tokens_from_one() -> None:
+    stock = served("stock", answer("ab", -0.1, -0.2), answer("ab", -0.1, -0.2, lead=0.5))
+    relay = served("relay", answer("ab", -0.1, -0.2), answer("ax", -0.1, -0.2))
+    shown, _ = printed(demo_tables.show_agreement, [stock, relay])
+    assert "  2: 2 (0.500)" in shown.splitlines()
+
+
 def test_answers_of_the_third_server_are_compared_with_the_second() -> None:
     stock = served("stock", answer("ab", -0.1, -0.2), answer("ab", -0.1, -0.2))
     relay = served("relay", answer("cd", -0.1, -0.2), answer("cd", -0.1, -0.2))
     kv = served("relay+kv", answer("cd", -0.1, -0.2), answer("ce", -0.1, -0.2))
-    shown, _ = printed(demo.show_answers, ["one?", "two?"], [stock, relay, kv])
+    shown, _ = printed(demo_tables.show_answers, ["one?", "two?"], [stock, relay, kv])
     assert "relay+kv: 1 of 2 answers are the same as relay's, token for token" in shown
 
 
@@ -225,7 +238,7 @@ def record_servers(
     started: list[tuple[str, str]] = []
     options: list[dict[str, Any]] = []
 
-    def start(backend: str, label: str, system: str, *rest: Any, **more: Any) -> demo.Run:
+    def start(backend: str, label: str, system: str, *rest: Any, **more: Any) -> demo_tables.Run:
         started.append((backend, label))
         options.append(more | {"system": system})
         return served(label, bench_seconds=bench_seconds)
@@ -266,11 +279,8 @@ def test_no_system_kv_leaves_the_two_named_backends(
     assert started == [("CPU_ATTN", "stock"), ("CPU_ATTN", "stock-2")]
 
 
-def test_every_engine_leaves_as_many_cores_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_CPU_NUM_OF_RESERVED_CPU", raising=False)
-    assert demo.engine_env(demo.parse([]))["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "1"
-    monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "3")
-    assert demo.engine_env(demo.parse([]))["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "3"
+def test_the_demo_sets_nothing_for_an_engine_but_the_size_of_its_kv_cache() -> None:
+    assert demo.engine_env(demo.parse(["--kv-gib", "3"])) == {"VLLM_CPU_KVCACHE_SPACE": "3"}
 
 
 @contextmanager
