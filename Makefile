@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 VENV_OLD := .venv-0.27.1
 # What must hold on every engine version.
-ENGINE_TESTS := tests/test_plugin.py tests/backend tests/e2e/test_parity.py
+ENGINE_TESTS := tests/test_plugin.py tests/backend tests/e2e/test_parity.py tests/e2e/test_system_kv.py
 
 # The model lies on the disk, and the engine has nobody to report to.
 export HF_HUB_OFFLINE ?= 1

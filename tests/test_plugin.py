@@ -133,3 +133,28 @@ def test_layers_without_a_relay_class_get_vllms_own_and_a_reason() -> None:
     assert "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend" in out
     assert "MLA" in out
     assert "relay: not used: multi-head latent attention has no relay path" in out
+
+
+def test_no_core_is_set_aside_for_our_connectors() -> None:
+    code = """
+        from types import SimpleNamespace
+
+        from vllm.utils.ompmultiprocessing import OMPProcessManager
+        from vllm_relay import register
+
+        def reserved(connector):
+            parallel = SimpleNamespace(
+                local_world_size=1, data_parallel_rank_local=0, _api_process_count=1
+            )
+            transfer = None if connector is None else SimpleNamespace(kv_connector=connector)
+            config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer)
+            count = OMPProcessManager(config).reserve_cpu_num
+            assert config.kv_transfer_config is transfer  # the engine's own is left as it is
+            return count
+
+        assert reserved("SystemKVConnector") == reserved(None) + 1  # vLLM's way
+        register()
+        assert reserved("SystemKVConnector") == reserved("CaptureConnector") == reserved(None)
+        assert reserved("NixlConnector") == reserved(None) + 1
+        """
+    _python(code)
