@@ -46,8 +46,9 @@ def _one_line_errors() -> Iterator[None]:
 
 def _engine_args(model: str, extra: list[str]) -> Any:
     """vLLM's EngineArgs from the options that are not ours."""
-    # Its log would run into the progress bar; errors stay.
+    # Its log would run into the progress bar, or into JSON; errors stay.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.random_model import VOCABULARY, write_random_model
 from tests.e2e.system_kv import BLOCK, build, run_program, run_relay
+from vllm_relay.system_kv.file import SystemKVFile
 
 pytestmark = pytest.mark.engine
 
@@ -125,6 +126,18 @@ def test_tensor_parallel_degree_and_block_size_may_differ(
     assert _distance(answers, stock) < COARSE
     assert status["block_ids"] == ids
     assert wrong == [0] * loaded["tp"]
+
+
+def test_workers_that_hold_the_same_kv_head(tmp_path: Path) -> None:
+    model = write_random_model(tmp_path / "model", 4, 1, 64)
+    options = (*OPTIONS, "--tensor-parallel-size", "2")
+    file = build(tmp_path / "acme.relay", model, TOKENS, *options, **TP2)
+    assert {layer.kv_heads for layer in SystemKVFile(file).manifest.layers} == {1}
+    program = [_generate(), ["rpc", ["wrong_blocks", str(file), [1, 2, 3, 4, 5]]]]
+    engine = _engine(model, file, tensor_parallel_size=2)
+    (answers, wrong), _ = run_program(tmp_path, engine, program, **TP2)
+    assert answers["cached"] == [640] * 6
+    assert wrong == [0, 0]
 
 
 def test_no_load_evicts_them(model: Path, file: Path, tmp_path: Path) -> None:

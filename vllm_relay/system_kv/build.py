@@ -193,6 +193,7 @@ class Builder:
         return {
             "vllm": metadata.version("vllm"),
             "torch": metadata.version("torch"),
+            "transformers": metadata.version("transformers"),
             "vllm_relay": metadata.version("vllm-relay"),
             "device": str(current_platform.get_device_name()),
             "attention_backend": "chosen by vLLM" if backend is None else backend.name,

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,9 @@ def differences(manifest: Manifest, identity: Identity) -> list[str]:
             found.append(f"{title} (file {theirs[:12]}, engine {ours or 'none'})")
     if manifest.rope != identity.rope:
         found += _entries("RoPE", manifest.rope, identity.rope, both=False)
-    found += _entries("the model's", manifest.config, identity.config, both=True)
+    # Another version of the library may know other settings, which then have no counterpart.
+    other = manifest.engine.get("transformers") != version("transformers")
+    found += _entries("the model's", manifest.config, identity.config, both=other)
     for field, title in (
         ("dtype", "dtype"),
         ("kv_cache_dtype", "KV cache dtype"),
@@ -186,7 +189,7 @@ def differences(manifest: Manifest, identity: Identity) -> list[str]:
 def _entries(
     title: str, theirs: Mapping[str, Any], ours: Mapping[str, Any], *, both: bool
 ) -> Iterator[str]:
-    """Entries that differ; ``both``: of those that both have, another library may add some."""
+    """Entries that differ; ``both``: of those that both have."""
     keys = theirs.keys() & ours.keys() if both else theirs.keys() | ours.keys()
     for key in sorted(keys):
         if theirs.get(key) != ours.get(key):

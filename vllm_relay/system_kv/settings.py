@@ -117,6 +117,8 @@ def _unusable(vllm_config: Any) -> str | None:
     parallel = vllm_config.parallel_config
     if not vllm_config.cache_config.enable_prefix_caching:
         return "prefix caching is off; requests find them by it: remove --no-enable-prefix-caching"
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        return "the KV cache's scales are found by the first request (--calculate-kv-scales)"
     if vllm_config.model_config.is_encoder_decoder:
         return "the model is an encoder-decoder"
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):

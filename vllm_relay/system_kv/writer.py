@@ -56,7 +56,7 @@ class Writer:
                 slots = _slots(placement.block_ids[placement.shared :], self._block_size)
                 count += self._write_file(file, begin, end, slots)
         seconds = time.monotonic() - started
-        if self._files:
+        if self._files and self._vllm_config.parallel_config.rank == 0:
             metrics.logger.info(
                 "relay: wrote %d system KV%s into the KV cache: %.1f MB in %.3f s, %.2f GB/s, "
                 "checksums included",
