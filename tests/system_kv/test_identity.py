@@ -1,15 +1,19 @@
-"""What of a model a file is compared with, as far as it needs no engine."""
+"""What of a model a file is compared with; no engine is started."""
 
+import copy
 import json
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.e2e.engine import SMOLLM2
 from tests.system_kv.files import small_manifest, write_small
+from vllm_relay.system_kv.digest import digest_chat_template
 from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
-from vllm_relay.system_kv.identity import Identity, _rope, differences, read_chat_template
+from vllm_relay.system_kv.identity import Identity, _rope, differences, identify, read_chat_template
 
 MANIFEST = small_manifest()
 
@@ -138,7 +142,7 @@ def test_rope_entries_that_only_one_side_knows_count() -> None:
             {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
         ),
         (
-            {"rope_theta": 1e4, "rope_scaling": {"rope_type": "default", "mrope_section": (1, 2)}},
+            {"rope_theta": 1e4, "rope_scaling": {"rope_type": "default", "mrope_section": [1, 2]}},
             {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [1, 2]},
         ),
     ],
@@ -166,25 +170,98 @@ def test_lengths_count_for_the_kinds_of_rope_that_depend_on_them(spelling: str, 
         assert lengths(kind) == {"max_position_embeddings", "max_model_len"}
 
 
-def test_rope_is_the_same_after_it_was_written_and_read() -> None:
+def test_longrope_differs_between_engines_of_other_lengths() -> None:
     config = {
         "rope_theta": 10000.0,
         "rope_scaling": {
             "type": "longrope",
-            "short_factor": (1.0, 1.1, 1.2),
+            "short_factor": [1.0, 1.1, 1.2],
             "long_factor": [1.0, 2.0, 4.000000000000001],
             "attention_factor": None,
         },
         "max_position_embeddings": 131072,
     }
     rope = _rope(config, 32768)
-    read = json.loads(json.dumps(rope))
-    assert read == rope
-    manifest = replace(MANIFEST, rope=read)
+    manifest = replace(MANIFEST, rope=json.loads(json.dumps(rope)))
     assert differences(manifest, identity(rope=rope)) == []
     assert differences(manifest, identity(rope=_rope(config, 32769))) == [
         "RoPE max_model_len (file 32768, engine 32769)"
     ]
+
+
+# Of a real engine's configuration
+
+
+@pytest.fixture(scope="module")
+def made() -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(model=str(SMOLLM2), max_model_len=512).create_engine_config()
+
+
+@pytest.fixture
+def config(made: Any) -> Any:
+    """A VllmConfig of this test's own."""
+    return copy.deepcopy(made)
+
+
+def test_an_identity_is_the_same_after_it_was_written_and_read(config: Any, tmp_path: Path) -> None:
+    # What a config may hold and JSON does not know, or gives back as something else.
+    hf = config.model_config.hf_text_config
+    hf.rope_parameters = {"rope_type": "yarn", "rope_theta": 1e5, "mrope_section": (16, 8, 8)}
+    hf.window_sizes, hf.dtype_of_gates, hf.one_third = (1, (2, 3)), torch.float32, 1 / 3
+    hf.by_layer = {0: "full", 1: "sliding"}
+    found = identify(config)
+    assert found.rope == {
+        "rope_type": "yarn",
+        "rope_theta": 1e5,
+        "mrope_section": [16, 8, 8],
+        "max_position_embeddings": 8192,
+    }
+    assert found.config["window_sizes"] == [1, [2, 3]] and found.config["one_third"] == 1 / 3
+    assert found.config["by_layer"] == {"0": "full", "1": "sliding"}
+    own = {field.name: getattr(found, field.name) for field in fields(Identity)}
+    manifest = SystemKVFile(write_small(tmp_path, **own)).manifest
+    assert differences(manifest, found) == []
+    hf.window_sizes, hf.by_layer = (1, (2, 4)), {0: "full", 1: "full"}
+    assert [phrase.split(" (")[0] for phrase in differences(manifest, identify(config))] == [
+        "the model's by_layer",
+        "the model's window_sizes",
+    ]
+
+
+def test_a_model_has_one_identity_until_something_of_it_changes(config: Any) -> None:
+    found = identify(config)
+    assert found == identify(copy.deepcopy(config))
+    assert (found.dtype, found.kv_cache_dtype, found.quantization) == ("bfloat16", "auto", None)
+    assert found.config["num_hidden_layers"] == 30 and "vocab_size" not in found.config
+    assert found.rope == {"rope_type": "default", "rope_theta": 100000}
+    assert found.chat_template == digest_chat_template(
+        (SMOLLM2 / "chat_template.jinja").read_text()
+    )
+    given = identify(config, "{{ messages }}")
+    assert given == replace(found, chat_template=digest_chat_template("{{ messages }}"))
+
+
+def test_without_a_tokenizer_there_is_nothing_of_it_to_compare(config: Any) -> None:
+    whole = identify(config)
+    config.model_config.skip_tokenizer_init = True
+    assert identify(config) == replace(whole, tokenizer=None, chat_template=None)
+
+
+def test_weights_that_cannot_be_read_are_named(config: Any, tmp_path: Path) -> None:
+    config.model_config.model = str(tmp_path)
+    with pytest.raises(SystemKVError, match=rf"^the weights cannot .*: {tmp_path}: no weight"):
+        identify(config)
+    config.load_config.load_format = "dummy"
+    with pytest.raises(SystemKVError, match=r"^dummy weights have no identity"):
+        identify(config)
+
+
+def test_a_model_that_is_not_on_this_machine_is_named(config: Any) -> None:
+    config.model_config.model = "no-such/model"
+    with pytest.raises(SystemKVError, match=r"^model no-such/model cannot be read"):
+        identify(config)
 
 
 def test_an_identity_has_the_fields_of_a_manifest() -> None:
@@ -224,7 +301,6 @@ def test_a_template_that_is_none_of_them_is_named(given: str) -> None:
         read_chat_template(given)
 
 
-@pytest.mark.xfail(strict=True, reason="a brace in its name makes it a text; vLLM opens it")
 def test_a_templates_file_may_have_braces_in_its_name(tmp_path: Path) -> None:
     file = tmp_path / "{own}.jinja"
     file.write_text("{{ messages }}")
