@@ -227,7 +227,9 @@ def _wrap_engine_args() -> None:
 
         settings.configure(self)
         config = stock_create(self, *args, **kwargs)
-        settings.admit(config, getattr(self, "_relay_chat_template", None))
+        # One of several API servers starts no engine; the process above them has checked.
+        if getattr(self, "_api_process_rank", 0) < 0 or self._api_process_count == 1:
+            settings.admit(config, getattr(self, "_relay_chat_template", None))
         return config
 
     @functools.wraps(stock_from)

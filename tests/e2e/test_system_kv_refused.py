@@ -251,7 +251,7 @@ def test_every_byte_counts(good: Path, tmp_path: Path) -> None:
 def test_what_an_engine_cannot_use(good: Path) -> None:
     with pytest.raises(SystemKVError, match="prefix caching is off"):
         _start(good, enable_prefix_caching=False)
-    with pytest.raises(SystemKVError, match="dummy weights"):
+    with pytest.raises(SystemKVError, match="load format dummy"):
         _start(good, load_format="dummy")
     with pytest.raises(ValueError, match="unknown system_kv setting budgets; known: files, budget"):
         _start(good, system_kv={"budgets": 0.5})

@@ -3,6 +3,7 @@
 import copy
 import json
 from dataclasses import asdict, fields, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +110,29 @@ def test_what_one_side_does_not_have_is_not_compared(field: str) -> None:
     assert differences(replace(MANIFEST, **{field: None}), identity(**{field: None})) == []
 
 
-def test_settings_that_only_one_side_knows_do_not_count() -> None:
+@pytest.mark.parametrize("engine", [{}, {"transformers": "4.0"}, {"vllm": version("transformers")}])
+def test_settings_that_only_another_version_of_the_library_knows_do_not_count(
+    engine: dict[str, str],
+) -> None:
     more = MANIFEST.config | {"a_new_setting": 1}
-    assert differences(MANIFEST, identity(config=more)) == []
-    assert differences(replace(MANIFEST, config=more), identity()) == []
+    manifest = replace(MANIFEST, engine=engine)
+    assert differences(manifest, identity(config=more)) == []
+    assert differences(replace(manifest, config=more), identity()) == []
     # but one that is null on one side is known to it
-    assert len(differences(MANIFEST, identity(config=MANIFEST.config | {"hidden_act": None}))) == 1
+    null = identity(config=MANIFEST.config | {"hidden_act": None})
+    assert differences(manifest, null) == ["the model's hidden_act (file silu, engine None)"]
+
+
+def test_settings_that_only_one_side_knows_count_with_the_same_library() -> None:
+    more = MANIFEST.config | {"a_setting": 1}
+    manifest = replace(MANIFEST, engine={"transformers": version("transformers")})
+    assert differences(manifest, identity()) == []
+    assert differences(manifest, identity(config=more)) == [
+        "the model's a_setting (file None, engine 1)"
+    ]
+    assert differences(replace(manifest, config=more), identity()) == [
+        "the model's a_setting (file 1, engine None)"
+    ]
 
 
 def test_rope_entries_that_only_one_side_knows_count() -> None:
@@ -254,7 +272,7 @@ def test_weights_that_cannot_be_read_are_named(config: Any, tmp_path: Path) -> N
     with pytest.raises(SystemKVError, match=rf"^the weights cannot .*: {tmp_path}: no weight"):
         identify(config)
     config.load_config.load_format = "dummy"
-    with pytest.raises(SystemKVError, match=r"^dummy weights have no identity"):
+    with pytest.raises(SystemKVError, match=r"^weights of load format dummy cannot"):
         identify(config)
 
 

@@ -1,6 +1,7 @@
 """From prompts to files, with the engine itself: its prefill computes the KV that is stored."""
 
 import fcntl
+import os
 import shutil
 import tempfile
 import threading
@@ -45,8 +46,9 @@ class Builder:
     (arXiv 2404.09529) asks for; nothing is padded.
 
     Args:
-        engine_args: vLLM's EngineArgs; two settings are changed: prefix caching is off, and the KV
-            connector is ours. scratch: a folder for unfinished files, see `scratch_folder`.
+        engine_args: vLLM's EngineArgs; some settings are changed: no prefix caching, no
+            speculation, eager mode, our own KV connector.
+        scratch: a folder for unfinished files, see `scratch_folder`.
         chat_template: as given by ``--chat-template``, or None.
 
     Attributes:
@@ -59,7 +61,11 @@ class Builder:
         from vllm.tokenizers import cached_tokenizer_from_config
         from vllm.usage.usage_lib import UsageContext
 
+        if engine_args.data_parallel_size > 1:
+            raise SystemKVError("build with data_parallel_size 1; any number can load the file")
         engine_args.enable_prefix_caching = False  # so that every prompt's rows are computed
+        engine_args.enforce_eager = True  # in a CUDA graph they would pass unseen
+        engine_args.speculative_config = None
         engine_args.kv_transfer_config = KVTransferConfig(
             kv_connector=capture.CONNECTOR,
             kv_connector_module_path=capture.MODULE,
@@ -123,7 +129,8 @@ class Builder:
         tokens = [len(prompt.token_ids) for prompt in prompts]
         if progress.tokens != sum(tokens):
             raise SystemKVError(
-                f"the engine computed {progress.tokens:,} of {sum(tokens):,} tokens in sight"
+                f"of {sum(tokens):,} tokens only {progress.tokens:,} were seen in every layer: "
+                "this model or attention backend is not supported"
             )
         return Prefill(sum(tokens), len(tokens) * max(tokens), progress.steps, seconds)
 
@@ -240,14 +247,20 @@ def scratch_folder(where: Path) -> Iterator[Path]:
     It is removed afterwards; what a killed build left is removed by the next one.
     """
     where.mkdir(parents=True, exist_ok=True)
-    for old in where.glob(_SCRATCH + "*"):
-        with suppress(OSError), (old / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its build is gone
-            shutil.rmtree(old, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=where))
+    parent = os.open(where, os.O_RDONLY)
     try:
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield folder
+        fcntl.flock(parent, fcntl.LOCK_EX)  # of two builds, neither takes the other's for left over
+        for old in where.glob(_SCRATCH + "*"):
+            with suppress(OSError), (old / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its build is gone
+                shutil.rmtree(old, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=where))
+        lock = (folder / "lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        os.close(parent)
+    with lock:
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -8,6 +8,7 @@ mapped file per prompt; the parent joins them.
 
 import functools
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -45,6 +46,8 @@ class Shard:
         """Keys and values ``[tokens, kv_heads, head_size]`` of each layer, mapped read-write."""
         dtype = getattr(torch, self.dtype)
         size = tokens * self.elements_per_token
+        with file.open("ab") as opened:  # a full disk is an error here, not a signal later
+            os.posix_fallocate(opened.fileno(), 0, size * dtype.itemsize)
         flat = torch.from_file(str(file), shared=True, size=size, dtype=dtype)
         tensors, begin = {}, 0
         for layer in self.layers:
@@ -160,6 +163,7 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
         shard = Shard(tuple(layers), int(get_tensor_model_parallel_rank()), dtype)
         rank = self._vllm_config.parallel_config.rank
         self._rows: torch.Tensor | None = None
+        self._taken = dict.fromkeys(names, 0)  # rows of this step, by layer
         self._tensors = [
             shard.map(shard_file(self._folder, prompt, rank), len(tokens))
             for prompt, tokens in enumerate(self._prompts)
@@ -206,12 +210,15 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
                 target = self._tensors[prompt][name][which]
                 target[start : start + len(part)] = rows[begin : begin + len(part)]
                 begin += len(part)
+        self._taken[name] += len(self._rows)
 
     def wait_for_save(self) -> None:
-        metadata = self._connector_metadata
+        # The parent counts these: rows that some layer did not show are not computed.
+        taken = min(self._taken.values())
         self._rows = None
-        if self._progress is not None and isinstance(metadata, CaptureMetadata) and metadata.parts:
-            self._progress += torch.tensor([sum(len(part) for *_, part in metadata.parts), 1])
+        self._taken = dict.fromkeys(self._taken, 0)
+        if self._progress is not None and taken:
+            self._progress += torch.tensor([taken, 1])
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         pass

@@ -21,10 +21,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_relay import metrics, plugin
-from vllm_relay.config import SystemKVConfig
 from vllm_relay.system_kv.file import SystemKVError
 from vllm_relay.system_kv.pool import PinnedBlocks
-from vllm_relay.system_kv.settings import ADMITTED, open_admitted
+from vllm_relay.system_kv.settings import open_admitted, read_settings
 from vllm_relay.system_kv.stats import SystemKVMetrics, SystemKVStats
 from vllm_relay.system_kv.writer import Writer
 
@@ -59,13 +58,11 @@ class SystemKVConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config
-        files = open_admitted(extra)
-        settings = SystemKVConfig.from_mapping(
-            {key: value for key, value in extra.items() if key != ADMITTED}
-        )
+        files, settings = open_admitted(extra), read_settings(extra)
         group = _only_group(kv_cache_config)
         block_size = group.kv_cache_spec.block_size
         self._asked: int | None = None  # the last reset that the workers were told of
+        self._may_rewrite = False
         self._answer: WorkerMetadata | None = None
         self._sent = SystemKVStats()
         if role == KVConnectorRole.SCHEDULER:
@@ -99,16 +96,21 @@ class SystemKVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        # None, "ask again": for the one step in which the workers write after a reset.
-        return (0 if self._pins.wants_rewrite is None else None), False
+        if self._pins.wants_rewrite is None:
+            return 0, False
+        # "Ask again", for the one step in which the workers write after a reset. Only now: vLLM
+        # asks when it may schedule; a paused or sleeping engine may still be getting new weights.
+        self._may_rewrite = True
+        return None, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if request.num_preemptions == 0:
             self._pins.count_hit([block.block_id for block in blocks.blocks[0]])
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        wanted = self._pins.wants_rewrite
-        if wanted == self._asked:
+        wanted = self._pins.wants_rewrite if self._may_rewrite else None
+        self._may_rewrite = False
+        if wanted is None or wanted == self._asked:
             return StepMetadata()
         self._asked = wanted
         return StepMetadata(rewrite=wanted)
@@ -134,9 +136,11 @@ class SystemKVConnector(KVConnectorBase_V1, SupportsHMA):
     # In the workers.
 
     def get_handshake_metadata(self) -> None:
-        """Write the blocks; called once per worker, before the engine is ready."""
-        self._writer.write()
-        self._writer.remember_weights()
+        """Write the blocks, before the engine is ready.
+
+        vLLM 0.33 asks again when it wakes up; the reset that came with the sleep sees to that.
+        """
+        self._writer.write_at_start()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -168,7 +172,7 @@ class SystemKVConnector(KVConnectorBase_V1, SupportsHMA):
         """What was counted since the last call, from the scheduler."""
         if self.role != KVConnectorRole.SCHEDULER:
             return None
-        now = SystemKVStats.of(self._pins.status())
+        now = SystemKVStats(self._pins.counts())
         new, self._sent = now.since(self._sent), now
         return None if new.is_empty() else new
 

@@ -244,10 +244,11 @@ class SystemKVFile:
             if not stat.S_ISREG(mode):
                 kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
                 raise SystemKVError(f"{self.path}: is {kind}, not a system-KV file")
-            with self.path.open("rb") as file:
-                header = _read_header(file, self.path)
-                file.seek(header.seal_at)
-                seal = file.read(_SEAL_BYTES)
+            # Kept open: whatever gets the name later, tensors are read from this file.
+            self._file = self.path.open("rb", buffering=0)
+            header = _read_header(self._file, self.path)
+            self._file.seek(header.seal_at)
+            seal = self._file.read(_SEAL_BYTES)
         except OSError as error:
             raise SystemKVError(f"{self.path}: {error.strerror or error}") from None
         given = self._manifest_dict(header.metadata)
@@ -302,11 +303,12 @@ class SystemKVFile:
             Two CPU tensors ``[tokens, kv_heads, head_size]``.
 
         Raises:
-            SystemKVError: a checksum differs, or the file is not the one that was opened any more.
+            SystemKVError: a checksum differs.
         """
         names = tensor_names(layer)
         try:
-            with safetensors.safe_open(self.path, framework="pt") as file:
+            opened = f"/proc/self/fd/{self._file.fileno()}"
+            with safetensors.safe_open(opened, framework="pt") as file:
                 keys, values = (file.get_tensor(name) for name in names)
         except (OSError, safetensors.SafetensorError) as error:
             raise SystemKVError(f"{self.path}: {error}") from None

@@ -26,7 +26,6 @@ from vllm_relay.system_kv.file import Manifest, SystemKVError
 _NOT_COMPARED = {
     "_name_or_path",
     "_model_name_or_path",
-    "architectures",
     "attn_implementation",
     "auto_map",
     "bos_token_id",
@@ -50,6 +49,16 @@ _NOT_COMPARED = {
     "vocab_size",
 }
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+# Formats that read the files that `digest_weights` does.
+_LOAD_FORMATS = (
+    "auto",
+    "hf",
+    "safetensors",
+    "fastsafetensors",
+    "runai_streamer",
+    "mistral",
+    "gguf",
+)
 # RoPE types that depend on lengths beside their parameters.
 _ROPE_BY_LENGTH = ("longrope", "su", "dynamic")
 
@@ -82,11 +91,20 @@ def identify(vllm_config: Any, chat_template: str | None = None) -> Identity:
         SystemKVError: the weights or the tokenizer cannot be read.
     """
     model = vllm_config.model_config
-    if vllm_config.load_config.load_format == "dummy":
-        raise SystemKVError("dummy weights have no identity; system KVs need a model's own weights")
+    load_format = str(vllm_config.load_config.load_format)
+    if load_format not in _LOAD_FORMATS:
+        raise SystemKVError(
+            f"weights of load format {load_format} cannot be told apart; system KVs need one of "
+            + ", ".join(_LOAD_FORMATS)
+        )
     # as a file keeps it
     hf = json.loads(json.dumps(model.hf_text_config.to_dict(), default=str))
     config = {k: v for k, v in hf.items() if k not in _NOT_COMPARED and k not in _ROPE}
+    for name, given in (
+        ("quantization_config", getattr(model.hf_config, "quantization_config", None)),
+        ("--quantization-config", getattr(model, "quantization_config", None)),
+    ):
+        config[name] = json.loads(json.dumps(given, default=str))
     tokenizer = None
     if not model.skip_tokenizer_init:
         folder = local_folder(model.tokenizer, model.tokenizer_revision, vllm_config)

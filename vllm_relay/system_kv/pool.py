@@ -26,11 +26,8 @@ class PinnedBlocks:
     workers have looked at their weights and written the blocks again: `wants_rewrite`, `rewritten`.
 
     Args:
-        vllm_config: vLLM's VllmConfig. kv_cache_config: its one group's spec is read.
-        files: what is loaded. budget: the share of the pool they may take.
-
-    Raises:
-        SystemKVError: the KV cache is of a kind that is not supported.
+        vllm_config: vLLM's VllmConfig. files: what is loaded. block_size: tokens per block.
+        budget: the share of the pool they may take.
     """
 
     def __init__(
@@ -146,8 +143,8 @@ class PinnedBlocks:
         blocks, self._blocks = self._blocks, []
         self._pool.free_blocks(blocks)
         metrics.logger.warning(
-            "relay: system KVs are not used any more: %s; their %d blocks are free. Restart with "
-            "files built for these weights",
+            "relay: system KVs are not used any more: %s; their %d blocks are free. A restart "
+            "loads them again if they fit",
             problem,
             len(blocks),
         )
@@ -166,6 +163,18 @@ class PinnedBlocks:
         if have and self._blocks:
             self.requests[best] += 1
             self.tokens[best] += have * self._block_size
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Per prompt the counters and the blocks pinned; cheap enough for every step."""
+        held = bool(self._blocks)
+        return {
+            name: {
+                "requests_hit": self.requests[i],
+                "tokens_hit": self.tokens[i],
+                "blocks": len(self._placements[i].block_ids) if held else 0,
+            }
+            for i, name in enumerate(self._names)
+        }
 
     def status(self) -> list[dict[str, Any]]:
         """One dictionary per prompt, see `vllm_relay.system_kv.status`."""

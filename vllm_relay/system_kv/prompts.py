@@ -10,8 +10,8 @@ _CONTINUATIONS = ("\n", " ", " a", "0", "a", "'s", ".", "é", "日本", "🙂")
 _USERS = ("Hello", "0", "\n", " a", "é")
 _ANSWER = "Yes."
 _OTHER_MESSAGE = "\u2021 another message"
-# No token is longer, nor does a tokenizer look further ahead.
-_TAIL = 64
+# Characters at the end of a text that are looked at, or a few more.
+_TAIL = 128
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,17 @@ def _stable_tokens(text: str, tokenizer: Any, *, add_special_tokens: bool) -> li
     A token that joins the text's end with what follows is in the vocabulary. So all continuations
     that could be joined are known, and are tried.
     """
-    tail = text[-_TAIL:]
+    begin = max(0, len(text) - _TAIL)
+    # Tokenizers begin anew at a space behind a word.
+    while begin and not (text[begin] == " " and not text[begin - 1].isspace()):
+        begin -= 1
+    tail = text[begin:]
     base = list(tokenizer.encode(tail, add_special_tokens=False))
-    follow = [tail + more for more in {*_CONTINUATIONS, *_joined(tail, tokenizer)}]
+    joined, cut = _joined(tail, tokenizer)
+    others = [tail + more for more in {*_CONTINUATIONS, *joined}] + [tail[:-n] for n in cut]
     kept = min(
         len(common_prefix([base, tokens]))
-        for tokens in tokenizer(follow, add_special_tokens=False)["input_ids"]
+        for tokens in tokenizer(others, add_special_tokens=False)["input_ids"]
     )
     tokens = list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
     if add_special_tokens:  # some tokenizers end a text with one
@@ -139,18 +144,29 @@ def _position(part: Sequence[int], whole: Sequence[int]) -> int:
     return 0
 
 
-def _joined(text: str, tokenizer: Any) -> set[str]:
-    """What remains of each token of the vocabulary that begins with the end of a text."""
-    found = set()
+def _joined(text: str, tokenizer: Any) -> tuple[set[str], set[int]]:
+    """How tokens of the vocabulary may join the end of a text with what follows.
+
+    Returns:
+        what remains of such tokens behind the text; and, of those that end inside a character,
+        how many of the text's characters they hold.
+    """
+    joined, cut = set(), set()
+    if not text.isascii() and not text[-1].isascii():
+        cut.add(1)  # a token may begin inside the last character
     for token in tokenizer.get_vocab():
         if "▁" in token:  # SentencePiece's space
             written = token.replace("▁", " ")
         else:
             written = tokenizer.convert_tokens_to_string([token])
-        for length in range(1, len(written)):
+        whole = written.find("\ufffd")
+        for length in range(1, len(written) if whole < 0 else whole + 1):
             if text.endswith(written[:length]):
-                found.add(written[length:])
-    return {more for more in found if "\ufffd" not in more}
+                if whole < 0:
+                    joined.add(written[length:])
+                elif length == whole:
+                    cut.add(length)
+    return joined, cut
 
 
 def common_prefix(sequences: Sequence[Sequence[Any]]) -> list[Any]:

@@ -20,6 +20,10 @@ MODULE = "vllm_relay.system_kv.connector"
 ADMITTED = "admitted"
 
 
+# Speculation whose drafts have no KV of their own in the cache.
+_DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
+
+
 def configure(engine_args: Any) -> None:
     """Give an engine the connector that its settings ask for; nothing without ``system_kv``.
 
@@ -27,40 +31,57 @@ def configure(engine_args: Any) -> None:
         engine_args: vLLM's EngineArgs; ``kv_transfer_config`` is set.
 
     Raises:
-        ValueError: bad settings, or files named in two places.
+        ValueError: bad settings, files named in two places, or another option that takes the
+            connector's place.
     """
-    ours = RelayConfig.from_additional_config(engine_args.additional_config).system_kv
-    if not ours.files:
-        return
-    given = engine_args.kv_transfer_config
-    if given is not None and any(True for _ in _our_entries(given)):
-        raise ValueError(
-            "system KVs are named twice: in additional_config['relay'] and in kv_transfer_config"
-        )
     from vllm.config import KVTransferConfig
 
-    extra = asdict(ours)
-    extra["files"] = list(ours.files)
+    ours = RelayConfig.from_additional_config(engine_args.additional_config).system_kv
+    given = engine_args.kv_transfer_config
+    if isinstance(given, Mapping):
+        given = KVTransferConfig(**given)
+    present = [] if given is None else [read_settings(extra) for _, extra in _our_entries(given)]
+    if not ours.files and not present:
+        return
+    if getattr(engine_args, "kv_offloading_size", None) is not None:
+        raise ValueError(
+            "--kv-offloading-size replaces the connector that loads system KVs: name "
+            "OffloadingConnector in --kv-transfer-config instead, both run then"
+        )
+    if present:
+        if ours.files and present != [ours]:  # the same: these arguments were used before
+            raise ValueError(
+                "system KVs are named twice: in additional_config['relay'] and kv_transfer_config"
+            )
+        return
     entry: dict[str, Any] = {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": MODULE,
         # A producer that has nothing to deliver: the role with the least influence on scheduling.
         "kv_role": "kv_producer",
-        "kv_connector_extra_config": extra,
+        "kv_connector_extra_config": {**asdict(ours), "files": list(ours.files)},
     }
     if given is None or given.kv_connector is None:
         engine_args.kv_transfer_config = KVTransferConfig(**entry)
         return
     # Beside another connector. Ours comes first: its blocks are the first of the pool.
+    settings = dict(vars(given))
     if given.kv_connector == "MultiConnector":
         children = list(given.kv_connector_extra_config.get("connectors", []))
     else:
-        children = [{k: v for k, v in vars(given).items() if k != "engine_id"}]
-    engine_args.kv_transfer_config = KVTransferConfig(
-        kv_connector="MultiConnector",
-        kv_role=given.kv_role,
-        kv_connector_extra_config={"connectors": [entry, *copy.deepcopy(children)]},
-    )
+        children = [{k: v for k, v in settings.items() if k != "engine_id"}]
+    settings["kv_connector"], settings["kv_connector_module_path"] = "MultiConnector", None
+    settings["kv_connector_extra_config"] = {"connectors": [entry, *copy.deepcopy(children)]}
+    engine_args.kv_transfer_config = KVTransferConfig(**settings)
+
+
+def read_settings(extra: Mapping[str, Any]) -> SystemKVConfig:
+    """The settings in a connector's extra config.
+
+    Raises:
+        ValueError: an unknown setting or a bad value, by name.
+    """
+    return SystemKVConfig.from_mapping({k: v for k, v in extra.items() if k != ADMITTED})
 
 
 def _our_entries(kv_transfer_config: Any) -> Iterator[tuple[int | None, dict[str, Any]]]:
@@ -68,7 +89,8 @@ def _our_entries(kv_transfer_config: Any) -> Iterator[tuple[int | None, dict[str
     if kv_transfer_config.kv_connector == CONNECTOR:
         yield None, kv_transfer_config.kv_connector_extra_config
     elif kv_transfer_config.kv_connector == "MultiConnector":
-        for i, child in enumerate(kv_transfer_config.kv_connector_extra_config["connectors"]):
+        children = kv_transfer_config.kv_connector_extra_config.get("connectors", [])
+        for i, child in enumerate(children):
             if child.get("kv_connector") == CONNECTOR:
                 yield i, child.setdefault("kv_connector_extra_config", {})
 
@@ -88,9 +110,7 @@ def admit(vllm_config: Any, chat_template: str | None) -> None:
     for index, extra in _our_entries(vllm_config.kv_transfer_config):
         if index:
             raise SystemKVError(f"{CONNECTOR} must be the first of MultiConnector's connectors")
-        settings = SystemKVConfig.from_mapping(
-            {key: value for key, value in extra.items() if key != ADMITTED}
-        )
+        settings = read_settings(extra)
         reason = _unusable(vllm_config)
         if reason is not None:
             raise SystemKVError(f"system KVs cannot be loaded: {reason}")
@@ -102,6 +122,10 @@ def admit(vllm_config: Any, chat_template: str | None) -> None:
                 found = differences(file.manifest, identity) if identity else []
                 if found:
                     raise SystemKVError(f"{path}: differs from this engine in {', '.join(found)}")
+                block = vllm_config.cache_config.block_size  # None: the backend will choose one
+                if block and file.manifest.tokens < block:
+                    tokens = file.manifest.tokens
+                    raise SystemKVError(f"{path}: has {tokens} tokens, a KV block has {block}")
                 file.verify()
             except SystemKVError as error:
                 if settings.errors == "stop":
@@ -121,6 +145,9 @@ def _unusable(vllm_config: Any) -> str | None:
         return "the KV cache's scales are found by the first request (--calculate-kv-scales)"
     if vllm_config.model_config.is_encoder_decoder:
         return "the model is an encoder-decoder"
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in _DRAFTS_WITHOUT_KV:
+        return f"speculation with {speculative.method} puts a draft's KV into the same blocks"
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             return f"{name} is {getattr(parallel, name)}"

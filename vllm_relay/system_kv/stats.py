@@ -1,6 +1,6 @@
 """Hits of system KVs, on vLLM's own ways: its log line and ``/metrics``."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import Counter, Gauge
@@ -9,17 +9,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-# Per prompt: counted, counted, state.
-_KEYS = ("requests_hit", "tokens_hit", "blocks")
-
 
 class SystemKVStats(KVConnectorStats):
     """``data``: prompt -> {"requests_hit", "tokens_hit": since the last; "blocks": now}."""
-
-    @classmethod
-    def of(cls, status: Iterable[Mapping[str, Any]]) -> "SystemKVStats":
-        """From `vllm_relay.system_kv.status`."""
-        return cls({entry["name"]: {key: entry[key] for key in _KEYS} for entry in status})
 
     def since(self, before: "SystemKVStats") -> "SystemKVStats":
         """What came after ``before``; prompts about which nothing is new are left out."""

@@ -17,6 +17,8 @@ from vllm_relay.system_kv.pins import place
 
 # Elements looked at per parameter: enough to see any training step or merged adapter.
 _SAMPLE = 1 << 16
+# A digest, and objects that are compared by identity.
+_Fingerprint = tuple[bytes, list[Any]]
 
 
 class Writer:
@@ -39,7 +41,17 @@ class Writer:
         self._files = files
         self._block_size = block_size
         self._layers = layers
-        self._weights: bytes | None = None
+        self._weights: _Fingerprint | None = None
+
+    def write_at_start(self) -> None:
+        """Write the blocks the first time, and note the weights that the files were compared with.
+
+        Raises:
+            SystemKVError: as `write`.
+        """
+        if self._weights is None:
+            self.write()
+            self._weights = _fingerprint()
 
     def write(self) -> None:
         """Write every file's full blocks; the ids are those of `place`.
@@ -95,10 +107,6 @@ class Writer:
             written += keys.nbytes + values.nbytes
         return written
 
-    def remember_weights(self) -> None:
-        """Note the weights that the files were compared with."""
-        self._weights = _fingerprint()
-
     def rewrite(self) -> str | None:
         """Write again after the cache was reset.
 
@@ -151,15 +159,17 @@ def _check_shape(file: SystemKVFile, layer: Any, wanted: Any) -> None:
         )
 
 
-def _fingerprint() -> bytes:
-    """A digest that changes when the weights of this worker's model are changed.
+def _fingerprint() -> _Fingerprint:
+    """What changes when the weights of this worker's model are changed.
 
-    Sampled, and no defence against intent: it tells a reset of the cache from a reset after new
-    weights were loaded.
+    It tells a reset of the cache from a reset after new weights were loaded; it is sampled, and no
+    defence against intent. vLLM's CPU engine keeps the weights of most linear layers packed inside
+    a function, ``cpu_linear``, and their parameters empty; new weights come with a new function.
     """
+    model = plugin.worker().model_runner.get_model()
     total = blake3.blake3()
-    for parameter in plugin.worker().model_runner.get_model().parameters():
+    for parameter in model.parameters():
         flat = parameter.detach().flatten()
         sample = flat[:: max(1, flat.numel() // _SAMPLE)].contiguous()
         total.update(sample.view(torch.uint8).cpu().numpy().data)
-    return total.digest()
+    return total.digest(), [vars(module).get("cpu_linear") for module in model.modules()]
