@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.random_model import VOCABULARY, write_random_model
 from tests.e2e.system_kv import BLOCK, build, run_program, run_relay
-from vllm_relay.system_kv.file import SystemKVFile
+from vllm_relay.system_kv.file import SystemKVFile, tensor_names, write_file
 
 pytestmark = pytest.mark.engine
 
@@ -245,8 +245,19 @@ def test_several_prompts_in_one_start_and_a_fresh_prefill_agrees(
     files = [tmp_path / "out" / f"{name}.relay" for name in lengths]
     assert sorted((tmp_path / "out").iterdir()) == files
     text = run_relay("verify", *files, "--recompute", *common)
-    assert text.count("good") == 3 and text.count("values: tensor") == 3
-    # the comparison sees KV of other weights: the digests taken away, the values remain
+    assert text.count("good") == 3 and text.count("values: ") == 3
+    # other weights are seen by their digest, and one wrong token by its values
     other = write_random_model(tmp_path / "other", 4, 2, 64, seed=1)
     text = run_relay("verify", *files, "--model", other, *OPTIONS, status=1)
     assert text.count("differs in the model's weights") == 3
+    file = SystemKVFile(files[1])
+    layers = [layer.name for layer in file.manifest.layers]
+    tensors = {
+        name: tensor.clone()
+        for layer in layers
+        for name, tensor in zip(tensor_names(layer), file.tensors(layer), strict=True)
+    }
+    tensors[tensor_names(layers[2])[1]][77] = 0
+    write_file(tmp_path / "wrong.relay", file.manifest, tensors, tmp_path)
+    text = run_relay("verify", tmp_path / "wrong.relay", "--recompute", *common, status=1)
+    assert f"token 77 of tensor {layers[2]}.v differs most, by 100.00% of its rms" in text
