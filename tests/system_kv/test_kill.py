@@ -20,9 +20,9 @@ path = Path(sys.argv[1])
 scratch = path.parent / "scratch"
 scratch.mkdir(exist_ok=True)
 manifest = small_manifest(token_ids=tuple(range(2000)), layers=(Layer("layer", 64, 128),))
+names, shape = ("layer.k", "layer.v"), (2000, 64, 128)
 contents = [
-    {name: torch.full((2000, 64, 128), seed, dtype=torch.bfloat16) for name in ("layer.k", "layer.v")}
-    for seed in range(2)
+    {name: torch.full(shape, seed, dtype=torch.bfloat16) for name in names} for seed in range(2)
 ]
 print("ready", flush=True)
 while True:
