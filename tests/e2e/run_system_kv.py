@@ -82,6 +82,12 @@ class Program:
         """A method of `in_worker.WorkerExtension` and its arguments."""
         return self.llm.collective_rpc(given[0], args=tuple(given[1:]))
 
+    def asked_to_rewrite(self, _: None) -> bool:
+        """Whether a step in which nothing may be scheduled makes the workers write again."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        metadata = core.scheduler.get_kv_connector().build_connector_meta(None)
+        return metadata.rewrite is not None
+
     def pool(self, block_ids: list[int]) -> dict[str, Any]:
         """The block pool itself; needs the engine in this process."""
         pool = self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool

@@ -171,6 +171,7 @@ def test_reset_sleep_and_wake_keep_them_and_new_weights_do_not(
         _generate(count=1),
         ["reset", None],
         ["status", None],
+        ["asked_to_rewrite", None],
         _generate(force=stock["tokens"]),
         ["sleep", 1],
         ["wake", None],
@@ -187,20 +188,22 @@ def test_reset_sleep_and_wake_keep_them_and_new_weights_do_not(
     ]
     engine = _engine(model, file)
     results, log = run_program(tmp_path, engine, program, VLLM_ENABLE_V1_MULTIPROCESSING="0")
-    assert results[0] is True and results[2] is True and results[10] is True
+    assert results[0] is True and results[2] is True and results[11] is True
     assert results[1]["cached"] == [640]
     assert results[3][0]["cached"] is False
-    for answers in (results[4], results[7]):
+    # vLLM steps a paused engine, too, while its weights are being changed
+    assert results[4] is False
+    for answers in (results[5], results[8]):
         assert answers["cached"] == [640] * 6
         assert _distance(answers, stock) < COARSE
-    assert results[8]["references"] == [1] * 5
+    assert results[9]["references"] == [1] * 5
     # after an update of the weights the old KV must not be found, and its blocks are of use again
-    assert results[11]["cached"] == [0]
-    assert "weights were changed" in results[12][0]["released"]
-    assert results[12][0]["blocks"] == 0
-    assert results[13]["free"] == results[13]["blocks"] - 1
-    assert results[14]["cached"] == [640] * 2  # by ordinary caching, of the new weights' KV
-    assert results[15] is True and results[16]["cached"] == [0]
+    assert results[12]["cached"] == [0]
+    assert "weights were changed" in results[13][0]["released"]
+    assert results[13][0]["blocks"] == 0
+    assert results[14]["free"] == results[14]["blocks"] - 1
+    assert results[15]["cached"] == [640] * 2  # by ordinary caching, of the new weights' KV
+    assert results[16] is True and results[17]["cached"] == [0]
     assert log.count("relay: system KVs are not used any more: the model's weights were ch") == 1
 
 
