@@ -153,7 +153,8 @@ def speed_table(runs: list[Run]) -> Table:
     first, *others = runs
     table = Table(title="Speed: the first request, then vllm bench serve with one shared prefix")
     table.add_column("metric")
-    for heading in (*(r.label for r in runs), *(f"{r.label}\n/ {first.label}" for r in others)):
+    names = [f"{r.label}\n(with offline\nsystem KV)" if r.system_kv else r.label for r in runs]
+    for heading in (*names, *(f"{r.label}\n/ {first.label}" for r in others)):
         # The metric may wrap in a narrow terminal, numbers may not.
         table.add_column(heading, justify="right", no_wrap=True)
     title = "TTFT of the first request after start\n(ms, lower is better)"
