@@ -262,8 +262,12 @@ def test_what_an_engine_cannot_use(good: Path) -> None:
     }
     from vllm.config import KVTransferConfig
 
+    # the same files twice are what a second use of the same arguments looks like
+    assert _start(good, kv_transfer_config=KVTransferConfig(**ours))
     with pytest.raises(ValueError, match="named twice"):
-        _start(good, kv_transfer_config=KVTransferConfig(**ours))
+        _start(good.parent / "other.relay", kv_transfer_config=KVTransferConfig(**ours))
+    with pytest.raises(ValueError, match="--kv-offloading-size replaces the connector"):
+        _start(good, kv_offloading_size=1.0)
     other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     several = KVTransferConfig(
         kv_connector="MultiConnector",
