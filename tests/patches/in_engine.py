@@ -62,8 +62,8 @@ def receive(pickles: str) -> dict[str, Any]:
     for ways in pickle.loads(Path(pickles).read_bytes()):
         try:
             loaded = [pickle.loads(way) for way in ways]
-        except ValueError as error:
-            found.append(str(error))
+        except (ValueError, AttributeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
             continue
         first = loaded[0]
         same = all(member is first and type(first)[first.name] is first for member in loaded)

@@ -209,6 +209,10 @@ def test_registered_members_survive_pickling(
 @string_registration
 def test_without_the_patch_they_do_not(exchange: Callable[..., tuple[Any, Any]]) -> None:
     found = exchange()[1]["found"]
+    by_name = "AttributeError: PLAIN"  # how early releases of Python 3.11 pickle enum members
+    if found[0] == by_name:
+        assert found[3] == "AttributeError: DECORATED"
+        return
     assert "'pkg.one.Backend' is not a valid AttentionBackendEnum" in found[0]
     # A member from the decorator has the value of TORCH_SDPA, "", and arrives as that.
     assert found[3][1] == "TORCH_SDPA"
