@@ -314,7 +314,7 @@ def verify(
         if recompute and model is None:
             raise ValueError("--recompute needs --model")
         if options and model is None:
-            raise ValueError(f"no such option without --model: {options[0]}")
+            raise ValueError(f"no such option without --model: {options[0].removeprefix(_ESCAPE)}")
         engine_args = None if model is None else _engine_args(model, options)
         results = [_verify_bytes(path) for path in files]
         if engine_args is not None:

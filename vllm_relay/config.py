@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-# The name of our KV connector in vLLM.
+# The names of our KV connectors in vLLM: the one that loads files, the one that builds them.
 CONNECTOR = "SystemKVConnector"
+CAPTURE_CONNECTOR = "CaptureConnector"
 
 
 def _reject_unknown(given: Mapping[str, Any], known: list[str], title: str) -> None:

@@ -10,12 +10,12 @@ import weakref
 from typing import Any
 
 from vllm_relay import metrics
-from vllm_relay.config import CONNECTOR
+from vllm_relay.config import CAPTURE_CONNECTOR, CONNECTOR
 
 # The engines whose interfaces were read; a test holds pyproject.toml and README to it.
 SUPPORTED = (0, 26), (0, 34)
 # KV connectors of ours; neither works beside a forward pass.
-IDLE_CONNECTORS = (CONNECTOR, "CaptureConnector")
+IDLE_CONNECTORS = (CONNECTOR, CAPTURE_CONNECTOR)
 BACKEND_NAME = "RELAY"
 BACKEND_PATH = "vllm_relay.backend.RelayBackend"
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from vllm_relay.config import CAPTURE_CONNECTOR
 from vllm_relay.system_kv import capture
 from vllm_relay.system_kv.file import Layer, Manifest, SystemKVError, tensor_names, write_file
 from vllm_relay.system_kv.identity import Identity, identify
@@ -67,7 +68,7 @@ class Builder:
         engine_args.enforce_eager = True  # in a CUDA graph they would pass unseen
         engine_args.speculative_config = None
         engine_args.kv_transfer_config = KVTransferConfig(
-            kv_connector=capture.CONNECTOR,
+            kv_connector=CAPTURE_CONNECTOR,
             kv_connector_module_path=capture.MODULE,
             kv_role="kv_producer",
             kv_connector_extra_config={"folder": str(scratch), "prompts": []},

@@ -16,15 +16,13 @@ from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
-    SupportsHMA,
 )
 
 from vllm_relay.system_kv.file import Layer, SystemKVError
+from vllm_relay.system_kv.idle import IdleConnector
 
-CONNECTOR = "CaptureConnector"
 MODULE = __name__
 # Tokens and steps done, int64, mapped by the first worker and its parent.
 PROGRESS = "progress"
@@ -81,7 +79,7 @@ class CaptureMetadata(KVConnectorMetadata):
     parts: list[tuple[int, int, list[int]]] = field(default_factory=list)
 
 
-class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
+class CaptureConnector(IdleConnector):
     """Extra config: ``folder`` for the shards, ``prompts``: the token ids of each prompt."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -98,19 +96,7 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._prepare_worker(groups[0].layer_names)
 
-    @property
-    def requires_kv_delivery(self) -> bool:
-        return False
-
     # In the scheduler.
-
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int, bool]:
-        return 0, False
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        pass
 
     def build_connector_meta(self, scheduler_output: Any) -> CaptureMetadata:
         scheduled = scheduler_output.num_scheduled_tokens
@@ -137,11 +123,6 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
         slots = [blocks[t // size] * size + t % size for t in range(start, end)]
         if slots:
             metadata.parts.append((prompt, start, slots))
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return False, None
 
     # In the workers.
 
@@ -219,14 +200,3 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
         self._taken = dict.fromkeys(self._taken, 0)
         if self._progress is not None and taken:
             self._progress += torch.tensor([taken, 1])
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        pass
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        pass
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        pass

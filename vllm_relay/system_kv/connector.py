@@ -12,16 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
-    SupportsHMA,
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_relay import metrics, plugin
 from vllm_relay.system_kv.file import SystemKVError
+from vllm_relay.system_kv.idle import IdleConnector
 from vllm_relay.system_kv.pool import PinnedBlocks
 from vllm_relay.system_kv.settings import open_admitted, read_settings
 from vllm_relay.system_kv.stats import SystemKVMetrics, SystemKVStats
@@ -47,7 +46,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         return WorkerMetadata(self.reset, self.problem or other.problem)
 
 
-class SystemKVConnector(KVConnectorBase_V1, SupportsHMA):
+class SystemKVConnector(IdleConnector):
     """``--kv-transfer-config '{"kv_connector": "SystemKVConnector", "kv_role": "kv_producer",
     "kv_connector_extra_config": {"files": ["acme.relay"]}}'``
 
@@ -70,11 +69,6 @@ class SystemKVConnector(KVConnectorBase_V1, SupportsHMA):
             plugin.add_engine_method()
         else:
             self._writer = Writer(vllm_config, files, block_size, group.layer_names)
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        """No request waits for this connector."""
-        return False
 
     # In the scheduler.
 
@@ -120,11 +114,6 @@ class SystemKVConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(answer, WorkerMetadata):
             self._pins.rewritten(answer.reset, answer.problem)
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return False, None
-
     def reset_cache(self) -> bool | None:
         """The pool has told us already, see `PinnedBlocks`."""
         return None
@@ -151,20 +140,6 @@ class SystemKVConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         answer, self._answer = self._answer, None
         return answer
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        pass
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        pass
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        pass
-
-    def wait_for_save(self) -> None:
-        pass
 
     # Statistics.
 
