@@ -70,6 +70,10 @@ class RelayConfig:
         min_saved_tokens: a group is relayed when it saves at least this many KV token reads per
             step and layer, ``(members - 1) * shared tokens``. It stands where a fitted cost model
             will decide.
+        max_levels: CUDA only. Levels of nested sharing that a step is planned for; each is one more
+            attention call per layer.
+        overlap: CUDA only. In CUDA graphs, run system attention on a second stream beside context
+            attention.
         max_copy_gib: CPU only. Upper bound, in GiB per worker and KV cache group, of the row-major
             copies of shared segments; a group that does not fit stays on vLLM's own path.
         system_kv: files with offline system KVs: a path, a list of paths, or the settings of
@@ -78,18 +82,25 @@ class RelayConfig:
 
     enabled: bool = True
     min_saved_tokens: int = 32768
+    max_levels: int = 1
+    overlap: bool = True
     max_copy_gib: float = 2.0
     system_kv: SystemKVConfig = field(default_factory=SystemKVConfig)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.enabled, bool):
-            raise ValueError(f"relay.enabled must be true or false, got {self.enabled!r}")
-        for name, whole in (("min_saved_tokens", True), ("max_copy_gib", False)):
+        for name in ("enabled", "overlap"):
             value = getattr(self, name)
-            kind = int if whole else (int, float)
-            if isinstance(value, bool) or not isinstance(value, kind) or not value >= 0:
-                expected = "a whole number" if whole else "a number"
-                raise ValueError(f"relay.{name} must be {expected} >= 0, got {value!r}")
+            if not isinstance(value, bool):
+                raise ValueError(f"relay.{name} must be true or false, got {value!r}")
+        whole, number = ("a whole number", int), ("a number", (int, float))
+        for name, (expected, kind), least in (
+            ("min_saved_tokens", whole, 0),
+            ("max_levels", whole, 1),
+            ("max_copy_gib", number, 0),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
+                raise ValueError(f"relay.{name} must be {expected} >= {least}, got {value!r}")
         if not isinstance(self.system_kv, SystemKVConfig):
             object.__setattr__(self, "system_kv", SystemKVConfig.from_mapping(self.system_kv))
 

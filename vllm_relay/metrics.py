@@ -6,9 +6,11 @@ In another process than the engine's workers the counters stay zero; ask the wor
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing import util
 
+from vllm_relay.ops.device_plan import Report
 from vllm_relay.sharing import RelayPlan
 
 REPORT_SECONDS = 60.0
@@ -27,6 +29,8 @@ class _Counters:
 
 
 _counters = _Counters()
+# Plans on a device count there: what each has counted, and KV bytes of a token.
+_devices: list[tuple[Callable[[], tuple[Report, Report]], int]] = []
 _said: set[str] = set()
 _speaks = True
 _reported_at = 0.0
@@ -43,7 +47,13 @@ def counters() -> dict[str, int]:
         kv_bytes_not_read: KV bytes that vLLM's own path would have read in addition, all layers of
             this worker.
     """
-    return asdict(_counters)
+    found = asdict(_counters)
+    for landed, kv_bytes_per_token in _devices:
+        total = landed()[1]
+        for name in ("steps", "steps_relayed", "groups", "requests", "tokens_shared"):
+            found[name] += getattr(total, name)
+        found["kv_bytes_not_read"] += total.tokens_saved * kv_bytes_per_token
+    return found
 
 
 def count_step(plan: RelayPlan | None, kv_bytes_per_token: int) -> None:
@@ -57,7 +67,13 @@ def count_step(plan: RelayPlan | None, kv_bytes_per_token: int) -> None:
     if plan is None:
         return
     if _counters.steps_relayed == 0:
-        _announce(plan)
+        _announce(
+            len(plan.rows),
+            plan.tokens_shared,
+            plan.num_groups,
+            plan.tokens_stock - plan.tokens_relay,
+            plan.tokens_stock,
+        )
     _counters.steps_relayed += 1
     _counters.groups += plan.num_groups
     _counters.requests += len(plan.rows)
@@ -66,17 +82,38 @@ def count_step(plan: RelayPlan | None, kv_bytes_per_token: int) -> None:
     _report_now_and_then()
 
 
-def _announce(plan: RelayPlan) -> None:
+def follow_device(landed: Callable[[], tuple[Report, Report]], kv_bytes_per_token: int) -> None:
+    """Count what a plan on a device counts there.
+
+    Args:
+        landed: `DevicePlan.landed`. kv_bytes_per_token: as in `count_step`.
+    """
+    _devices.append((landed, kv_bytes_per_token))
+
+
+def hear_device(last: Report) -> None:
+    """Write to the log as `count_step` does, from the last step that a device told of."""
+    if last.groups == 0:
+        return
+    if _reported_at == 0.0:
+        _announce(
+            last.requests, last.tokens_shared, last.groups, last.tokens_saved, last.tokens_stock
+        )
+    _report_now_and_then()
+
+
+def _announce(requests: int, shared: int, groups: int, saved: int, stock: int) -> None:
+    """One line when something is shared for the first time; the last three are KV tokens."""
     global _reported_at
     _reported_at = time.monotonic()
     if _speaks:
         logger.info(
             "relay: %d requests share %s tokens in %d group%s: %.0f %% fewer KV reads",
-            len(plan.rows),
-            f"{plan.tokens_shared:,}",
-            plan.num_groups,
-            "" if plan.num_groups == 1 else "s",
-            100 * (1 - plan.tokens_relay / plan.tokens_stock),
+            requests,
+            f"{shared:,}",
+            groups,
+            "" if groups == 1 else "s",
+            100 * saved / stock,
         )
 
 

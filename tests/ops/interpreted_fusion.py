@@ -9,7 +9,8 @@ import torch
 
 from tests.ops import inputs
 from vllm_relay.ops import reference
-from vllm_relay.ops.triton.fusion import relay_fusion
+from vllm_relay.ops.triton.fusion import merge_into, relay_fusion
+from vllm_relay.ops.triton.gather import gather_rows
 
 
 def assert_fused(got, exact):
@@ -76,13 +77,69 @@ def test_strides_and_given_out():
     assert_fused(relay_fusion(outs, lses, out=outs[1]), exact)
 
 
-def test_rows_scatter():
-    outs, lses = inputs.partials(2, 4, 3, 96, torch.float32)
-    rows = torch.tensor([5, 0, 3, 2], dtype=torch.int32)
-    out = torch.full((6, 3, 96), inputs.NAN)
-    relay_fusion(outs, lses, out=out, rows=rows)
-    assert_fused(out[rows.long()], reference.relay_fusion(outs, lses))
-    assert out[[1, 4]].isnan().all()
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_merge_into_takes_partials_from_their_own_order(n, dtype):
+    outs, lses = inputs.partials(n + 1, 6, 5, 96, dtype)
+    out, lse = outs[0], lses[0]
+    index = torch.stack([torch.randperm(6).int() for _ in range(n)])
+    index[0, 1] = index[:, 4] = -1
+    index[0, 2] = -7
+    # The same partials in the batch's order, dead where there is none.
+    sorted_outs, sorted_lses = [out.clone()], [lse.clone()]
+    for i in range(n):
+        places = index[i].long().clamp(min=0)
+        sorted_outs.append(outs[i + 1][places])
+        sorted_lses.append(lses[i + 1][:, places].masked_fill(index[i] < 0, -inputs.INF))
+    exact = reference.relay_fusion(sorted_outs, sorted_lses)
+    before = out.clone()
+    assert merge_into(out, lse, outs[1:], lses[1:], index) is out
+    assert_fused(out, exact)
+    assert torch.equal(out[4], before[4])
+
+
+def test_merge_into_reads_neither_dead_partials_nor_tokens_of_no_group():
+    outs, lses = inputs.partials(2, 5, 3, 64, torch.float32)
+    index = torch.tensor([[3, -1, 0, 2, -1]], dtype=torch.int32)
+    lses[1][1, 0] = -inputs.INF
+    outs[1][0, 1] = inputs.NAN
+    outs[1][4], lses[1][:, 4] = inputs.NAN, inputs.NAN  # no token's place
+    lses[0][:, 1], outs[0][1] = inputs.NAN, 7.0  # of no row: not written by attention
+    before = outs[0].clone()
+    merge_into(outs[0], lses[0], outs[1:], lses[1:], index)
+    assert torch.equal(outs[0][[1, 4]], before[[1, 4]])
+    assert torch.equal(outs[0][2, 1], before[2, 1])
+    assert not outs[0].isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("index", {"index": torch.zeros(2, 5).int()}),
+        ("index", {"index": torch.zeros(1, 4).int()}),
+        ("index", {"index": torch.zeros(1, 5).long()}),
+        ("index", {"index": torch.zeros(1, 10).int()[:, ::2]}),
+        ("lses", {"lses": []}),
+    ],
+)
+def test_merge_into_names_bad_arguments(name, change):
+    outs, lses = inputs.partials(2, 5, 3, 32, torch.float32)
+    given = {"outs": outs[1:], "lses": lses[1:], "index": torch.zeros(1, 5).int()}
+    with pytest.raises(ValueError, match=rf"^{name}: "):
+        merge_into(outs[0], lses[0], **{**given, **change})
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 32), (5, 3, 80), (4, 71, 64)])
+def test_gather_gives_each_level_its_tokens(shape):
+    wide = inputs.normal(shape[0], shape[1], shape[2] + 8, dtype=torch.bfloat16)
+    x = wide[..., 4:-4]
+    index = torch.stack([torch.randperm(shape[0]), torch.full((shape[0],), -1)]).int()
+    got = gather_rows(x, index)
+    assert torch.equal(got[0, index[0].long()], x)
+    none = torch.full((1, shape[0]), -1, dtype=torch.int32)
+    assert gather_rows(x, none).shape == (1, *shape)
+    with pytest.raises(ValueError, match=r"^index: "):
+        gather_rows(x, index.long())
 
 
 def test_no_tokens():
@@ -97,10 +154,6 @@ def test_no_tokens():
         ("lses", {"lses": []}),
         ("out", {"out": torch.empty(4, 3, 32)}),
         ("out", {"out": torch.empty(5, 3, 32).half()}),
-        ("out", {"out": torch.empty(6, 2, 32), "rows": torch.arange(5).int()}),
-        ("rows", {"rows": torch.arange(4).int()}),
-        ("rows", {"rows": torch.arange(5)}),
-        ("rows", {"rows": torch.arange(10).int()[::2]}),
     ],
 )
 def test_bad_arguments(name, change):

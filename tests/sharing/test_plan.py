@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sharing.oracle import check_rows
 from vllm_relay.sharing import Forest, Group, RelayPlan, Segment, find_forest, make_plan
 
 BLOCK_SIZE = 4
@@ -20,8 +21,7 @@ def check_plan(
     """Rebuild each row's block list and lengths from the plan and compare with what was planned."""
     size = forest.block_size
     arrays = [plan.rows, plan.context_block_table, plan.context_lens]
-    blocks: list[list[int]] = [[] for _ in seq_lens]
-    segment_tokens = np.zeros(len(seq_lens), dtype=np.int64)
+    planned = []
     assert len(plan.levels) == len(forest.levels)
     for level, groups in zip(plan.levels, forest.levels, strict=True):
         arrays += [level.cu_rows, level.block_table, level.seq_lens]
@@ -29,29 +29,23 @@ def check_plan(
         assert (np.diff(level.cu_rows) > 0).all()
         assert len(level.block_table) == len(level.seq_lens) == len(level.cu_rows) - 1
         assert level.block_table.shape[1] == max(g.segment.blocks for g in groups)
-        members = []
+        planned.append([])
         for i, tokens in enumerate(level.seq_lens.tolist()):
             rows = plan.rows[level.cu_rows[i] : level.cu_rows[i + 1]].tolist()
             used, padding = np.split(level.block_table[i], [tokens // size])
             assert tokens % size == 0 and not padding.any()
-            segment_tokens[rows] += tokens
-            for row in rows:
-                blocks[row] += used.tolist()
             if tokens:
-                members.append(sorted(rows))
-        assert sorted(members) == sorted(g.rows.tolist() for g in groups)
+                planned[-1].append((rows, used.tolist()))
+        members = sorted(sorted(rows) for rows, _ in planned[-1])
+        assert members == sorted(g.rows.tolist() for g in groups)
     assert all(array.dtype == np.int32 for array in arrays)
     assert sorted(plan.rows.tolist()) == sorted({r for g in forest.levels[0] for r in g.rows})
 
-    longest = 0
-    for row, tokens in enumerate(seq_lens.tolist()):
-        context = int(plan.context_lens[row])
-        assert segment_tokens[row] + context == tokens
-        used, padding = np.split(plan.context_block_table[row], [-(-context // size)])
-        assert not padding.any()
-        longest = max(longest, len(used))
-        assert blocks[row] + used.tolist() == block_table[row, : -(-tokens // size)].tolist()
-    assert plan.context_block_table.shape == (len(seq_lens), longest)
+    check_rows(planned, plan.context_block_table, plan.context_lens, block_table, seq_lens, size)
+    needed = -(-plan.context_lens // size)
+    for row, blocks in enumerate(needed.tolist()):
+        assert not plan.context_block_table[row, blocks:].any()
+    assert plan.context_block_table.shape == (len(seq_lens), needed.max())
 
     saved = sum((len(g.rows) - 1) * g.segment.blocks for lv in forest.levels for g in lv) * size
     assert plan.tokens_stock == seq_lens.sum()

@@ -1,5 +1,7 @@
 """Relay fusion in one Triton kernel: n partials, one pass, nothing written but the result.
 
+Partials may lie in another order than the batch (`merge_into`), as those of system attention do.
+
 Exercised under Triton's interpreter and compiled for sm_80 and sm_90; not yet run on a GPU.
 """
 
@@ -19,16 +21,17 @@ _TILE = 2048
 
 @triton.jit
 def _relay_fusion_kernel(  # type: ignore[no-untyped-def]
-    out_ptr,  # [T_out, H, D]
+    out_ptr,  # [T, H, D]
     out_ptrs,  # n of [T, H, D]
     lse_ptrs,  # n of [H, T], float32
-    rows_ptr,  # [T], int32; not read unless HAS_ROWS
+    index_ptr,  # [n - 1, T], int32; not read unless HAS_INDEX
     out_strides,  # (token, head, channel)
     outs_strides,  # n of (token, head, channel)
     lses_strides,  # n of (head, token)
+    index_stride,
     num_heads,
     HEAD_SIZE: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -39,10 +42,22 @@ def _relay_fusion_kernel(  # type: ignore[no-untyped-def]
     head_ok = head < num_heads
     tile_ok = head_ok[:, None] & (channel < HEAD_SIZE)[None, :]
 
+    if HAS_INDEX:
+        # Most tokens of most batches are in no group: out is theirs already.
+        last = tl.load(index_ptr + token)
+        for i in tl.static_range(1, len(lse_ptrs) - 1):
+            last = tl.maximum(last, tl.load(index_ptr + i * index_stride + token))
+        if last < 0:
+            return
+
     peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     for i in tl.static_range(len(lse_ptrs)):
-        at = lse_ptrs[i] + head * lses_strides[i][0] + token * lses_strides[i][1]
+        source = token
+        if HAS_INDEX and i > 0:
+            source = tl.load(index_ptr + (i - 1) * index_stride + token).to(tl.int64)
+        at = lse_ptrs[i] + head * lses_strides[i][0] + tl.maximum(source, 0) * lses_strides[i][1]
         lse = tl.load(at, mask=head_ok, other=float("-inf"))
+        lse = tl.where(source >= 0, lse, float("-inf"))
         # +inf means "attended to nothing", as -inf does.
         lse = tl.where(lse == float("inf"), float("-inf"), lse)
         # May drop a NaN; it reaches the result through its weight below.
@@ -54,12 +69,16 @@ def _relay_fusion_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     for i in tl.static_range(len(out_ptrs)):
         # Read again rather than kept: n values per head, still in L1.
-        at = lse_ptrs[i] + head * lses_strides[i][0] + token * lses_strides[i][1]
+        source = token
+        if HAS_INDEX and i > 0:
+            source = tl.load(index_ptr + (i - 1) * index_stride + token).to(tl.int64)
+        at = lse_ptrs[i] + head * lses_strides[i][0] + tl.maximum(source, 0) * lses_strides[i][1]
         lse = tl.load(at, mask=head_ok, other=float("-inf"))
+        lse = tl.where(source >= 0, lse, float("-inf"))
         live = (lse != float("-inf")) & (lse != float("inf"))
         weight = tl.where(live, tl.exp(lse - peak), 0.0)
         norm += weight
-        at = out_ptrs[i] + token * outs_strides[i][0]
+        at = out_ptrs[i] + source * outs_strides[i][0]
         at += (head * outs_strides[i][1])[:, None] + (channel * outs_strides[i][2])[None, :]
         # A dead partial is not loaded: it may hold NaN, and NaN * 0 is NaN.
         partial = tl.load(at, mask=tile_ok & live[:, None], other=0.0)
@@ -67,16 +86,13 @@ def _relay_fusion_kernel(  # type: ignore[no-untyped-def]
     # The largest weight is exp(0), so a zero sum means that no partial was live.
     total = total / tl.where(norm == 0.0, 1.0, norm)[:, None]
 
-    row = token
-    if HAS_ROWS:
-        row = tl.load(rows_ptr + token).to(tl.int64)
-    at = out_ptr + row * out_strides[0]
+    at = out_ptr + token * out_strides[0]
     at += (head * out_strides[1])[:, None] + (channel * out_strides[2])[None, :]
     tl.store(at, total.to(out_ptr.dtype.element_ty), mask=tile_ok)
 
 
 def _launch(
-    outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor, rows: Tensor | None
+    outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor, index: Tensor | None
 ) -> None:
     tokens, heads, head_size = outs[0].shape
     if outs[0].numel() == 0:
@@ -89,33 +105,23 @@ def _launch(
         out,
         tuple(outs),
         tuple(lses),
-        out if rows is None else rows,
+        out if index is None else index,
         out.stride(),
         tuple(o.stride() for o in outs),
         tuple(lse.stride() for lse in lses),
+        0 if index is None else index.stride(0),
         heads,
         HEAD_SIZE=head_size,
-        HAS_ROWS=rows is not None,
+        HAS_INDEX=index is not None,
         BLOCK_H=block_h,
         BLOCK_D=block_d,
     )
 
 
 def relay_fusion(
-    outs: Sequence[Tensor],
-    lses: Sequence[Tensor],
-    *,
-    out: Tensor | None = None,
-    rows: Tensor | None = None,
+    outs: Sequence[Tensor], lses: Sequence[Tensor], *, out: Tensor | None = None
 ) -> Tensor:
-    """`vllm_relay.ops.relay_fusion` on CUDA, with an optional scatter of the result.
-
-    Args:
-        outs, lses: as there.
-        out: [T, H, D]; with `rows` any number of tokens, and rows not named keep their content.
-            May be one of `outs` only without `rows`: programs would overwrite unread partials.
-        rows: [T] int32, distinct, contiguous: token t goes to out[rows[t]]. The values are not
-            checked, which would be a device sync. None is the identity.
+    """`vllm_relay.ops.relay_fusion` on CUDA; arguments as there.
 
     Raises:
         ValueError: a shape, dtype or device does not fit; the message names the argument.
@@ -124,14 +130,35 @@ def relay_fusion(
     first = outs[0]
     if out is None:
         out = torch.empty_like(first, memory_format=torch.contiguous_format)
-    tokens = first.shape[0] if rows is None else out.shape[0]
-    checks.shape("out", out, (tokens, *first.shape[1:]), "[T, H, D]")
+    checks.shape("out", out, tuple(first.shape), "[T, H, D]")
     checks.like("out", out, "outs[0]", first)
-    if rows is not None:
-        checks.shape("rows", rows, (first.shape[0],), "[T]")
-        if rows.dtype != torch.int32:
-            raise ValueError(f"rows: expected int32, got {rows.dtype}")
-        if rows.device != first.device or not rows.is_contiguous():
-            raise ValueError(f"rows: expected a contiguous tensor on {first.device}")
-    _launch(outs, lses, out, rows)
+    _launch(outs, lses, out, None)
+    return out
+
+
+def merge_into(
+    out: Tensor, lse: Tensor, outs: Sequence[Tensor], lses: Sequence[Tensor], index: Tensor
+) -> Tensor:
+    """Merge partials that lie in orders of their own into one that is in the batch's order.
+
+    Args:
+        out: [T, H, D], the partial in the batch's order; the result is written over it.
+        lse: [H, T] float32, its LSE.
+        outs, lses: n >= 1 further partials, as in `vllm_relay.ops.relay_fusion`.
+        index: [n, T] int32, last dim dense: token t is token index[i, t] of outs[i]; negative:
+            outs[i] has nothing for it. Values are not checked, which would be a device sync.
+
+    Returns:
+        out. A token that is in none of ``outs`` keeps its bits.
+
+    Raises:
+        ValueError: a shape, dtype or device does not fit; the message names the argument.
+    """
+    checks.partials([out, *outs], [lse, *lses])
+    checks.shape("index", index, (len(outs), out.shape[0]), "[n, T]")
+    if not outs:
+        raise ValueError("outs: expected at least one partial beside out")
+    if index.dtype != torch.int32 or index.device != out.device or index.stride(-1) != 1:
+        raise ValueError(f"index: expected int32 on {out.device} with a dense last dim")
+    _launch([out, *outs], [lse, *lses], out, index)
     return out

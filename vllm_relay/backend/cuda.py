@@ -1,0 +1,356 @@
+"""The relay backend on NVIDIA GPUs: thin subclasses of vLLM's own FlashAttention backend.
+
+A decode step runs, per layer, system attention of each level, context attention and relay fusion
+(`ops.paged`), by a plan that kernels make on the GPU (`ops.device_plan`): the host knows neither
+block tables nor who shares them. Every call is vLLM's ``flash_attn_varlen_func``, and what it needs
+beside tensors (scheduler metadata, splits) comes from vLLM's own builder, asked once per call as
+for a batch of its own. Everything else is vLLM's: the KV update, layers that the split does not
+cover, steps with prefills.
+
+In a full CUDA graph relay is captured for every batch of two or more requests, since a graph cannot
+know what will be shared; a batch that shares nothing then pays for kernels that return at once.
+Outside of graphs a step is relayed when the last step that the host heard of had a group.
+
+Not yet run on a GPU.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends import flash_attn
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+
+from vllm_relay import metrics
+from vllm_relay.backend import self_test
+from vllm_relay.config import RelayConfig
+from vllm_relay.ops.device_plan import DevicePlan, Part
+from vllm_relay.ops.paged import PagedStep, paged_relay
+
+# Speculation without a draft model. The builders of a draft model's layers see lengths that move on
+# inside a captured graph, after the plan was made.
+DRAFTS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
+
+
+class RelayBackend(FlashAttentionBackend):
+    """``--attention-backend relay`` on CUDA."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "RELAY"
+
+    @staticmethod
+    def get_impl_cls() -> type["RelayImpl"]:
+        return RelayImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["RelayMetadataBuilder"]:
+        return RelayMetadataBuilder
+
+
+@dataclass(frozen=True)
+class RelayStep:
+    """What the builder adds to a step.
+
+    Attributes:
+        paged: its parts are vLLM's metadata, one per call.
+        shared: whether something was shared when the host last heard of it, or the step is for a
+            graph, which has to be ready for it.
+    """
+
+    paged: PagedStep
+    shared: bool
+
+
+@dataclass
+class RelayMetadata(FlashAttentionMetadata):
+    """vLLM's metadata of the whole step, for the layers that relay leaves to it, and the plan."""
+
+    relay: RelayStep | None = None
+
+
+class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
+    """Plans each decode step once, on the GPU."""
+
+    # vLLM would keep the plan of another block table.
+    supports_update_block_table = False
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # It would move lengths on inside a graph, unseen by the plan (vLLM 0.33).
+        self.supports_draft_decode_metadata_update = False
+        metrics.set_speaker(vllm_config.parallel_config.rank == 0)
+        self._config = RelayConfig.from_additional_config(vllm_config.additional_config)
+        scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
+        spec_tokens = speculative.num_speculative_tokens if speculative is not None else 0
+        self._decode_queries = 1 + (spec_tokens or 0)
+        self._most_rows = max(scheduler.max_num_seqs, self.max_cudagraph_size or 0)
+        # Speculative tokens may lie past the end of the longest sequence.
+        longest = vllm_config.model_config.max_model_len + self._decode_queries
+        self._most_blocks = -(-longest // self.block_size)
+        mode = self.compilation_config.cudagraph_mode
+        # Then graphs are captured for prefills, too, and read the plan.
+        self._graphs_of_all = self.use_full_cuda_graph and mode.mixed_mode() == mode.FULL
+        self._plan: DevicePlan | None = None
+        self._parts: list[FlashAttentionMetadataBuilder] = []
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        impls = [x.impl for x in layers.values() if isinstance(x.impl, RelayImpl)]
+        self._active = self._decide(vllm_config, impls)
+        self._bytes_per_token = sum(
+            2 * impl.num_kv_heads * impl.head_size * kv_cache_spec.dtype.itemsize
+            for impl in impls
+            if impl.refusal is None
+        )
+        if self._active:
+            metrics.report_at_exit()
+        if self._active and self._config.overlap and self.device.type == "cuda":
+            # Here, since streams are not to be made while a graph is captured.
+            RelayImpl.side = torch.cuda.Stream(self.device)
+
+    def _decide(self, vllm_config: Any, impls: list["RelayImpl"]) -> bool:
+        """Whether this builder plans at all; says why not, and which layers it leaves to vLLM."""
+        parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
+        spec = self.kv_cache_spec
+        checks = (
+            (not self._config.enabled, "switched off by additional_config"),
+            (self.dcp_world_size > 1, "decode context parallelism"),
+            (parallel.use_ubatching, "two batches in flight (dual-batch overlap)"),
+            (vllm_config.cache_config.kv_sharing_fast_prefill, "fast prefill of shared KV layers"),
+            (
+                speculative is not None and speculative.method not in DRAFTS_WITHOUT_MODEL,
+                "speculative decoding with a draft model",
+            ),
+            (vllm_config.model_config.is_mm_prefix_lm, "attention both ways over images"),
+            (self.rswa_window is not None, "reference sliding window attention"),
+            # Whom a request shares with changes how its sums are split.
+            (flash_attn.envs.VLLM_BATCH_INVARIANT, "batch invariance is asked for"),
+            (getattr(spec, "sliding_window", None) is not None, "a sliding window"),
+            (getattr(spec, "attention_chunk_size", None) is not None, "chunked local attention"),
+        )
+        reason = next((name for applies, name in checks if applies), None)
+        if reason is None:
+            for impl in impls:
+                impl.prepare(self.block_size, spec.dtype, self.device)
+            refusals = {impl.refusal for impl in impls}
+            if refusals <= {None}:
+                return bool(impls)
+            named = sorted(refusal for refusal in refusals if refusal is not None)
+            if None in refusals:
+                for refusal in named:
+                    metrics.say_once(f"layers with {refusal} stay on vLLM's own FlashAttention")
+                return True
+            reason = f"no layer is supported ({', '.join(named)})"
+        metrics.say_once(f"not used: {reason}; vLLM's own FlashAttention serves these layers")
+        return False
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> FlashAttentionMetadata:
+        return self._build(common_attn_metadata, fast_build, capture=False)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> FlashAttentionMetadata:
+        """As `build`, for a graph that has to serve steps that share and steps that do not."""
+        return self._build(common_attn_metadata, False, capture=True)
+
+    def build_for_drafting(
+        self, common_attn_metadata: Any, draft_index: int
+    ) -> FlashAttentionMetadata:
+        """vLLM's own: a draft model's steps are short, and its lengths move on unseen."""
+        return super().build(0, common_attn_metadata, fast_build=True)
+
+    def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
+        """Never: vLLM's own cascade, which it had before 0.32, cannot be in full graphs."""
+        return False
+
+    def _build(self, common: Any, fast: bool, capture: bool) -> FlashAttentionMetadata:
+        metadata = super().build(0, common, fast)
+        if not self._active or fast or common.num_reqs < 2 or common.causal is not True:
+            return metadata
+        if common.max_query_len > self._decode_queries and not (
+            self._graphs_of_all and common.num_actual_tokens <= self.max_cudagraph_size
+        ):
+            return metadata
+        step = self._plan_step(common, capture)
+        return RelayMetadata(**vars(metadata), relay=step)
+
+    def _plan_step(self, common: Any, capture: bool) -> RelayStep:
+        if self._plan is None:
+            # Not in __init__: vLLM allocates there in the pool that sleep mode empties.
+            self._plan = self._make_plan()
+            metrics.follow_device(self._plan.landed, self._bytes_per_token)
+            self._parts = [self._twin() for _ in range(self._config.max_levels + 1)]
+        rows = common.num_reqs
+        planned = self._plan.update(
+            common.block_table_tensor[:rows, : self._most_blocks],
+            common.seq_lens[:rows],
+            common.query_start_loc[: rows + 1],
+            num_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            max_seq_len=common.max_seq_len,
+            count=not capture,
+        )
+        *levels, context = (
+            self._part(builder, common, part)
+            for builder, part in zip(self._parts, [*planned.levels, planned.context], strict=True)
+        )
+        last, _ = self._plan.landed()
+        metrics.hear_device(last)
+        return RelayStep(
+            PagedStep(levels, context, planned.index), shared=capture or last.groups > 0
+        )
+
+    def _make_plan(self) -> DevicePlan:
+        return DevicePlan(
+            max_rows=self._most_rows,
+            max_tokens=self._most_rows * self._decode_queries,
+            max_blocks=self._most_blocks,
+            block_size=self.block_size,
+            min_saved_tokens=self._config.min_saved_tokens,
+            max_levels=self._config.max_levels,
+            device=self.device,
+        )
+
+    def _twin(self) -> FlashAttentionMetadataBuilder:
+        """vLLM's builder for one more call per step, with a schedule buffer of its own."""
+        twin = copy.copy(self)
+        buffer = getattr(self, "scheduler_metadata", None)
+        if buffer is not None:
+            twin.scheduler_metadata = torch.zeros_like(buffer)
+        return twin
+
+    @staticmethod
+    def _part(builder: FlashAttentionMetadataBuilder, common: Any, part: Part) -> Any:
+        """vLLM's metadata of one attention call, made by vLLM's builder."""
+        replaced = common.replace(
+            query_start_loc=part.query_start_loc,
+            seq_lens=part.seq_lens,
+            num_reqs=len(part.seq_lens),
+            max_query_len=part.max_query_len,
+            max_seq_len=part.max_seq_len,
+            block_table_tensor=part.block_table,
+            causal=part.causal,
+        )
+        return FlashAttentionMetadataBuilder.build(builder, 0, replaced)
+
+
+class RelayImpl(FlashAttentionImpl):
+    """vLLM's FlashAttention of one layer, with the relay path in front of it."""
+
+    # For system attention in graphs; one for all layers, since they run one after another.
+    side: "torch.cuda.Stream | None" = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.refusal = self._refusal()
+
+    def _refusal(self) -> str | None:
+        """What about this layer the split does not cover, or None."""
+        checks = (
+            (self.attn_type != AttentionType.DECODER, f"{self.attn_type} attention"),
+            (tuple(self.sliding_window or (-1, -1)) != (-1, -1), "a sliding window"),
+            (self.alibi_slopes is not None, "ALiBi"),
+            (self.sinks is not None, "attention sinks"),
+            (
+                self.kv_cache_dtype not in ("auto", "float16", "bfloat16"),
+                f"a {self.kv_cache_dtype} KV cache",
+            ),
+            # Its tables and lengths have to be of whole pages (vLLM 0.33, Blackwell).
+            (getattr(self, "fa4_hd256", False), "FlashAttention 4 with heads of 256"),
+        )
+        return next((name for applies, name in checks if applies), None)
+
+    def prepare(self, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Try the kernels of this layer's shape; the layer is left to vLLM when they fail."""
+        if self.refusal is None:
+            case = self_test.Case(
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_size=self.head_size,
+                block_size=block_size,
+                dtype=dtype,
+                fa_version=self.vllm_flash_attn_version,
+                softcap=float(self.logits_soft_cap),
+            )
+            failures = self_test.run(case, device)
+            if failures:
+                self.refusal = f"kernels that fail their self-test ({'; '.join(failures)})"
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: FlashAttentionMetadata | None,
+        output: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """As vLLM's: query, output ``[T, Hq, D]``, cache ``[blocks, Hkv, block_size, 2 * D]``."""
+        step = attn_metadata.relay if isinstance(attn_metadata, RelayMetadata) else None
+        if step is None or not step.shared or self.refusal is not None:
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+            )
+        tokens = step.paged.index.shape[1]
+        keys, values = (
+            canonicalize_singleton_dim_strides(cache)
+            for cache in kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        )
+        paged_relay(
+            query[:tokens],
+            keys,
+            values,
+            step.paged,
+            lambda part, q, k, v, out: self._attend(layer, part, q, k, v, out),
+            out=output[:tokens],
+            # Outside of a graph the host would lose more time with it than the GPU could win.
+            side=self.side if _capturing(query) else None,
+        )
+        return output
+
+    def _attend(
+        self,
+        layer: Any,
+        part: FlashAttentionMetadata,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """One FlashAttention call over the paged cache; writes out and returns LSE ``[Hq, T]``."""
+        return flash_attn.flash_attn_varlen_func(
+            q=q,
+            k=keys,
+            v=values,
+            out=out,
+            cu_seqlens_q=part.query_start_loc,
+            max_seqlen_q=part.max_query_len,
+            seqused_k=part.seq_lens,
+            max_seqlen_k=part.max_seq_len,
+            softmax_scale=self.scale,
+            causal=part.causal,
+            block_table=part.block_table,
+            softcap=self.logits_soft_cap,
+            scheduler_metadata=part.scheduler_metadata,
+            fa_version=self.vllm_flash_attn_version,
+            num_splits=part.max_num_splits,
+            return_softmax_lse=True,
+        )[1]
+
+
+def _capturing(x: torch.Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()

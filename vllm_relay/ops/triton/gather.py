@@ -1,0 +1,75 @@
+"""Queries in the order of each level, in one launch.
+
+Exercised under Triton's interpreter and compiled for sm_80 and sm_90; not yet run on a GPU.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_relay.ops import checks
+
+
+@triton.jit
+def _gather_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # [T, H, D]
+    out_ptr,  # [n, T, H, D], dense
+    index_ptr,  # [n, T], int32
+    token_stride,
+    head_stride,
+    channel_stride,
+    index_stride,
+    num_tokens,
+    width,  # H * D
+    HEAD_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    level = tl.program_id(1).to(tl.int64)
+    place = tl.load(index_ptr + level * index_stride + token)
+    if place >= 0:
+        to = out_ptr + (level * num_tokens + place) * width
+        for base in range(0, width, BLOCK):
+            at = base + tl.arange(0, BLOCK)
+            source = x_ptr + token * token_stride
+            source += at // HEAD_SIZE * head_stride + at % HEAD_SIZE * channel_stride
+            tl.store(to + at, tl.load(source, mask=at < width), mask=at < width)
+
+
+def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Give each level its own tokens, in its own order.
+
+    Args:
+        x: [T, H, D], any strides.
+        index: [n, T] int32, last dim dense: place of token t in level i, distinct within a level;
+            negative: not in it. Values are not checked, which would be a device sync.
+
+    Returns:
+        [n, T, H, D]; out[i, index[i, t]] = x[t]. Places that no token has are not written.
+
+    Raises:
+        ValueError: a shape, dtype or device does not fit; the message names the argument.
+    """
+    checks.rank("x", x, 3, "[T, H, D]")
+    checks.shape("index", index, (index.shape[0], x.shape[0]), "[n, T]")
+    if index.dtype != torch.int32 or index.device != x.device or index.stride(-1) != 1:
+        raise ValueError(f"index: expected int32 on {x.device} with a dense last dim")
+    tokens, heads, head_size = x.shape
+    out = x.new_empty((index.shape[0], tokens, heads, head_size))
+    if out.numel():
+        kernel: Any = _gather_kernel
+        kernel[(tokens, index.shape[0])](
+            x,
+            out,
+            index,
+            *x.stride(),
+            index.stride(0),
+            tokens,
+            heads * head_size,
+            HEAD_SIZE=head_size,
+            BLOCK=min(2048, triton.next_power_of_2(heads * head_size)),
+        )
+    return out
