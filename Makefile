@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env model demo test test-engines check bench clean
+.PHONY: help env model sources demo test test-engines check bench clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -20,10 +20,13 @@ env:  ## virtual environment with the pinned engine, in .venv
 model: env  ## SmolLM2-135M-Instruct as a folder, in .models
 	@$(VENV)/bin/python tools/make_model.py
 
+sources: env  ## Python files of the oldest and the newest CUDA engine, in .engines
+	@$(VENV)/bin/python tools/engine_sources.py
+
 demo: env model  ## serve the model stock and with relay, compare answers and speed
 	$(VENV)/bin/python benchmarks/demo.py
 
-test: env model  ## all tests
+test: env model sources  ## all tests
 	$(VENV)/bin/python -m pytest tests
 
 test-engines: env model  ## parity with the oldest and the newest CPU engine, each in its own environment

@@ -6,14 +6,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.ops import inputs
-from vllm_relay.ops import context_attention, reference
+from tests.ops.test_system import skip_unless_usable
+from vllm_relay.ops import context_attention, providers, reference
 
 LAYOUTS = ["tokens", "heads", "turned", "packed"]
 
 
-def check(step):
+MIXED = [
+    ([40, 3, 19], [7, 3, 1]),
+    ([0, 5, 0], [1, 1, 4]),
+    ([2, 30], [5, 0]),  # the first three queries of row 0 see nothing
+    ([150], [150]),  # more queries than one chunk
+    ([200, 90], [70, 130]),
+]
+
+
+def check(step, attend=context_attention):
     exact, exact_lse = reference.context_attention(*step.args())
-    out, lse = context_attention(*step.args())
+    out, lse = attend(*step.args())
     rows = []
     for r in range(len(step.context_lens)):
         q, k, v = step.row(r)
@@ -24,6 +34,34 @@ def check(step):
         rows.append(stock)
     inputs.assert_as_good(out, torch.cat(rows), exact)
     inputs.assert_lse(lse, exact_lse, step.q.dtype)
+
+
+def like_here(x, device):
+    """A copy of `x` with its strides, which `x.to` does not keep for a slice."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", inputs.DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("provider", [None, "flash-attn", "triton", "torch"])
+def test_providers_on_a_gpu(provider, layout, dtype):
+    def attend(*args):
+        args = [like_here(x, "cuda") for x in args]
+        with providers.use("context", provider):
+            skip_unless_usable("context", *args[:3])
+            out, lse = context_attention(*args)
+        return out.cpu(), lse.cpu()
+
+    # 256 is what the package flash-attn takes.
+    for block_size in (256,) if provider == "flash-attn" else (16, 256):
+        for lens in ([1, 16, 17, 45], [33, 0, 1250, 7]):
+            for queries in ([1] * 4, [2, 1, 5, 1], [3] * 4):
+                step = inputs.paged(
+                    lens, queries, layout=layout, dtype=dtype, block_size=block_size
+                )
+                check(step, attend)
 
 
 @pytest.mark.parametrize("dtype", inputs.DTYPES, ids=str)
@@ -39,19 +77,7 @@ def test_layouts(layout, dtype):
     check(inputs.paged([33, 0, 50, 7], [2, 1, 5, 1], layout=layout, dtype=dtype, block_size=32))
 
 
-@pytest.mark.parametrize(
-    ("context_lens", "query_lens"),
-    [
-        ([40, 3, 19], [7, 3, 1]),
-        ([0, 5, 0], [1, 1, 4]),
-        ([2, 30], [5, 0]),  # the first three queries of row 0 see nothing
-        ([0], [0]),
-        ([], []),
-        ([150], [150]),  # more queries than one chunk
-        ([200, 90], [70, 130]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("context_lens", "query_lens"), [*MIXED, ([0], [0]), ([], [])], ids=str)
 @pytest.mark.parametrize("layout", ["tokens", "turned"])
 def test_mixed_rows(context_lens, query_lens, layout):
     step = inputs.paged(context_lens, query_lens, heads=(2, 1), head_size=32, layout=layout)
@@ -133,7 +159,12 @@ BAD = {
 
 
 @pytest.mark.parametrize(("name", "field", "spoil"), BAD.values(), ids=BAD.keys())
-def test_bad_arguments(name, field, spoil):
+def test_bad_arguments(name, field, spoil, monkeypatch):
+    # Found before any provider is called: a kernel would read out of bounds.
+    def kernel(*_):
+        raise AssertionError("called")
+
+    monkeypatch.setattr(providers, "choose", lambda *_: providers.Provider("", kernel, None))
     step = inputs.paged([20, 33], [1, 2])
     setattr(step, field, spoil(getattr(step, field)))
     with pytest.raises(ValueError, match=rf"^{name}: "):

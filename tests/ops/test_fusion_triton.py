@@ -18,7 +18,9 @@ pytest.importorskip("triton", reason="needs triton")
 
 
 def run(*command: str, **env: str) -> None:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    """In the root of the repository, which comes after what ``PYTHONPATH`` in ``env`` names."""
+    given = env.pop("PYTHONPATH", None) or os.environ.get("PYTHONPATH")
+    path = os.pathsep.join(filter(None, [given, str(ROOT)]))
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,

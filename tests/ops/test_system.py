@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.ops import inputs
-from vllm_relay.ops import reference, system_attention
+from vllm_relay.ops import providers, reference, system_attention
 from vllm_relay.ops.system import torch_system_attention
 
 
@@ -35,6 +35,32 @@ def test_against_oracle(heads, head_size, dtype):
 @pytest.mark.parametrize("heads", inputs.HEADS, ids=["mha", "gqa", "mqa"])
 def test_plain_torch_provider(heads, dtype):
     check(*qkv(7, 133, heads, 80, dtype), attend=torch_system_attention, scale=80**-0.5)
+
+
+def skip_unless_usable(op, q, k, v):
+    try:
+        providers.choose(op, q, k, v)
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", inputs.DTYPES, ids=str)
+@pytest.mark.parametrize("provider", [None, "flash-attn", "triton", "xformers", "torch"])
+def test_providers_on_a_gpu(provider, dtype):
+    def attend(*args):
+        args = [x.cuda() for x in args]
+        with providers.use("system", provider):
+            skip_unless_usable("system", *args)
+            out, lse = system_attention(*args)
+        return out.cpu(), lse.cpu()
+
+    for heads in inputs.HEADS:
+        for head_size in inputs.HEAD_SIZES:
+            check(*qkv(7, 133, heads, head_size, dtype), attend)
+    for tokens, keys in [(1, 1), (1, 517), (37, 1), (65, 31)]:
+        check(*qkv(tokens, keys, dtype=dtype), attend)
 
 
 @pytest.mark.parametrize(("tokens", "keys"), [(1, 1), (1, 517), (37, 1), (65, 31)])

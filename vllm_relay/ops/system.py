@@ -7,7 +7,7 @@ whole group (RelayAttention, arXiv 2402.14808, Alg. 1; Hydragen, arXiv 2402.0509
 import torch
 from torch import Tensor
 
-from vllm_relay.ops import checks
+from vllm_relay.ops import checks, flash_attn, providers, xformers
 from vllm_relay.ops.cpu import system as cpu_system
 
 
@@ -27,18 +27,17 @@ def system_attention(
         strided view. With S = 0, out is 0 and lse is -inf.
 
     Raises:
-        ValueError: a shape, dtype or device does not fit; the message names the argument.
+        ValueError: a shape, dtype or device does not fit; the message names the argument. Or the
+            provider that was forced (`vllm_relay.ops.providers`) cannot take these tensors.
     """
     checks.query(q, 3, "[T, Hq, D]")
     checks.key_value(q, k, v, 3, "[S, Hkv, D]")
     scale = checks.scale_or_default(scale, q.shape[-1])
-    # The CPU kernel divides by both sizes: an empty one ends the process.
+    # No provider takes an empty size; the CPU kernel divides by it, which ends the process.
     if q.shape[0] == 0 or k.shape[0] == 0:
         lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32)
         return q.new_zeros(q.shape), lse
-    if q.device.type == "cpu":
-        return cpu_system.system_attention(q, k, v, scale)
-    return torch_system_attention(q, k, v, scale)
+    return providers.choose("system", q, k, v).fn(q, k, v, scale)
 
 
 def torch_system_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -52,3 +51,17 @@ def torch_system_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tup
     out = torch.bmm(scores.sub_(lse.unsqueeze(-1)).exp_(), v.transpose(0, 1).float())
     out = out.reshape(q_heads, tokens, head_size).transpose(0, 1).to(q.dtype)
     return out, lse.reshape(q_heads, tokens)
+
+
+def _triton(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    # Imported here: triton is absent or useless where there is no GPU.
+    from vllm_relay.ops.triton import system
+
+    return system.system_attention(q, k, v, scale)
+
+
+providers.register("system", "cpu", cpu_system.system_attention, providers.not_cpu)
+providers.register("system", "torch", torch_system_attention)
+providers.register("system", "triton", _triton, providers.not_triton)
+providers.register("system", "flash-attn", flash_attn.system_attention, flash_attn.system_usable)
+providers.register("system", "xformers", xformers.system_attention, xformers.system_usable)

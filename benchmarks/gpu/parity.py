@@ -1,0 +1,246 @@
+"""Part ``parity``: does an engine with relay answer as exactly as vLLM's own?
+
+A random model with weights of realistic scale produces given tokens; their log-probabilities are
+compared with transformers' own float32 run of the same weights. Relay may be no further from it
+than twice stock FlashAttention in the same precision. A planted error must be seen by the same
+comparison, in float16, whose rounding is an eighth of bfloat16's. Not yet run on a GPU.
+"""
+
+import tempfile
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu.children import EngineFailed, record, rows_of
+from benchmarks.gpu.journal import Clock, Journal, Row, Wrong, describe
+from benchmarks.random_model import VOCABULARY, write_random_model
+
+COLUMNS = (
+    "system",
+    "runner",
+    "cudagraph_mode",
+    "dtype",
+    "requests",
+    "groups",
+    "steps",
+    "rms",
+    "p999",
+    "bound_rms",
+    "bound_p999",
+    "steps_relayed",
+    "correct",
+)
+FACTOR = 2.0
+# A stock engine this far off in root mean square is broken or runs another model.
+COARSE = 0.3
+# requests, groups; every fifth request is in none. 50: graphs are of 64, and padded.
+MIXES = ((64, 16), (256, 16), (50, 3), (256, 1), (8, 1), (2, 1), (64, 0), (1, 0))
+STEPS = 32
+# Steps of the case before that the counters may hear of late.
+LAG = 3
+# What starting an engine and a short case take; none is started with less time left.
+ENGINE_SECONDS = 50.0
+PLANT = "benchmarks.gpu.in_engine:plant_wrong_lse"
+FORCE_V2 = "benchmarks.gpu.in_engine:force_tokens_on_v2"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One engine.
+
+    Attributes:
+        system: "stock", "relay" or "planted": relay with an error.
+    """
+
+    system: str
+    runner: str = "v2"
+    graphs: bool = True
+    dtype: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        return f"{self.runner} {'graphs' if self.graphs else 'eager'} {self.dtype} {self.system}"
+
+
+# Stock once per precision, before the runs that are held against it.
+RUNS = (
+    Run("stock"),
+    Run("relay"),
+    Run("stock", dtype="float16"),
+    Run("relay", dtype="float16"),
+    Run("planted", dtype="float16"),
+    Run("relay", runner="v1"),
+    Run("relay", graphs=False),
+    Run("relay", runner="v1", graphs=False),
+)
+
+
+def make_case(requests: int, groups: int, steps: int) -> dict[str, Any]:
+    """Prompts of one mix, shuffled, the groups' prefixes to warm the cache, and forced tokens."""
+    rng = np.random.default_rng(1000 * requests + groups)
+
+    def take(low: int, high: int) -> list[int]:
+        return rng.integers(3, VOCABULARY, int(rng.integers(low, high))).tolist()
+
+    prefixes = [take(100, 900) for _ in range(groups)]
+    prompts = [
+        take(60, 400) if not groups or i % 5 == 4 else prefixes[i % groups] + take(20, 90)
+        for i in range(requests)
+    ]
+    return {
+        "name": f"{requests} requests, {groups} groups",
+        "requests": requests,
+        "groups": groups,
+        "warm_up": prefixes,
+        "prompts": [prompts[i] for i in rng.permutation(requests)],
+        "force": rng.integers(3, VOCABULARY, (requests, steps)).tolist(),
+    }
+
+
+def distances(row: Row, reference: Row) -> tuple[float, float]:
+    """Differences in log-probability over all positions: root mean square, 99.9th percentile.
+
+    Raises:
+        Wrong: other tokens were produced.
+    """
+    if row["tokens"] != reference["tokens"]:
+        raise Wrong("the engine did not produce the forced tokens")
+    difference = np.abs(np.array(row["logprobs"]) - np.array(reference["logprobs"]))
+    return float(np.sqrt((difference**2).mean())), float(np.quantile(difference, 0.999))
+
+
+def judge(run: Run, case: Row, row: Row, reference: Row, bound: tuple[float, float] | None) -> Row:
+    """The columns of a finished case.
+
+    Args:
+        bound: of `distances`; None for stock.
+
+    Raises:
+        Wrong: it is not as exact as asked, relayed nothing, or ran without full graphs; for a
+            planted error: it was not seen.
+    """
+    found = distances(row, reference)
+    columns: Row = {"rms": f"{found[0]:.4g}", "p999": f"{found[1]:.4g}"}
+    if bound is not None:
+        columns |= {"bound_rms": f"{bound[0]:.4g}", "bound_p999": f"{bound[1]:.4g}"}
+    columns["steps_relayed"] = row["steps_relayed"]
+    limits = bound or (COARSE, 1e9)
+    beyond = any(not x <= limit for x, limit in zip(found, limits, strict=True))
+    relays = run.system != "stock" and case["groups"] > 0
+    if relays != (row["steps_relayed"] > LAG):
+        raise Wrong(f"relayed {row['steps_relayed']} steps", columns)
+    if run.graphs and "FULL" not in row["cudagraph_mode"]:
+        raise Wrong(f"no full CUDA graphs: {row['cudagraph_mode'] or 'none'}", columns)
+    if run.system == "planted":
+        if relays and not beyond:
+            raise Wrong("the comparison does not see the planted error", columns)
+        return {**columns, "correct": "planted error seen" if relays else "yes"}
+    if beyond:
+        raise Wrong("further from float32 than the bound", columns)
+    return {**columns, "correct": "yes"}
+
+
+def spec_of(run: Run, model: Path, cases: list[Row], cuda: bool = True) -> dict[str, Any]:
+    """What `engine_process` is told. Without `cuda`: the CPU backends, for tests of this part."""
+    own, stock = ("RELAY", "FLASH_ATTN" if cuda else "CPU_ATTN")
+    engine: dict[str, Any] = {
+        "model": str(model),
+        "dtype": run.dtype,
+        "attention_backend": stock if run.system == "stock" else own,
+        "additional_config": {"relay": {"min_saved_tokens": 0}},
+        "max_model_len": 2048,
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 8192,
+        "enforce_eager": not run.graphs,
+    }
+    if cuda:
+        engine["gpu_memory_utilization"] = 0.3
+    if run.graphs:
+        sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+        engine["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+    patches = [FORCE_V2] if run.runner == "v2" else []
+    if run.system == "planted":
+        patches.append(PLANT)
+    if run.runner == "v1":
+        # The processor that forces tokens counts them as they are produced.
+        engine["async_scheduling"] = False
+    return {
+        "job": "force",
+        "cases": cases,
+        "engine": engine,
+        "patches": patches,
+        "forcing": run.runner,
+    }
+
+
+def run_all(
+    runs: list[Run],
+    cases: list[Row],
+    model: Path,
+    folder: Path,
+    journal: Journal,
+    clock: Clock,
+    make_spec: Callable[[Run, Path, list[Row]], dict[str, Any]] = spec_of,
+) -> list[str]:
+    """All engines over all cases, each judged as soon as it is there; returns what was left out."""
+    spec = {"job": "reference", "cases": cases, "engine": {"model": str(model)}}
+    try:
+        with closing(rows_of(spec, folder, "reference", clock, {})) as rows:
+            exact = {row["name"]: row for row in rows}
+        broken = [f"{name}: {row['error']}" for name, row in exact.items() if "error" in row]
+        if broken:
+            raise EngineFailed("; ".join(broken))
+    except EngineFailed as error:
+        journal.add("reference", {}, describe(error))
+        return [run.name for run in runs]
+    measured = [case for case in cases if "left_out" not in exact[case["name"]]]
+    left_out = [case["name"] for case in cases if case not in measured]
+    bounds: dict[tuple[str, str], tuple[float, float]] = {}
+    for run in runs:
+        if clock.left() < ENGINE_SECONDS:
+            left_out.append(run.name)
+            continue
+        environment = {"VLLM_USE_V2_MODEL_RUNNER": "1" if run.runner == "v2" else "0"}
+        rows = rows_of(
+            make_spec(run, model, measured), folder, run.name.replace(" ", "-"), clock, environment
+        )
+
+        def shared(case: Row, row: Row, run: Run = run) -> Row:
+            return {
+                "system": run.system,
+                "runner": run.runner,
+                "cudagraph_mode": row["cudagraph_mode"],
+                "dtype": run.dtype,
+                "requests": case["requests"],
+                "groups": case["groups"],
+                "steps": len(case["force"][0]),
+            }
+
+        def columns(case: Row, row: Row, run: Run = run) -> Row:
+            key = run.dtype, case["name"]
+            if run.system != "stock" and key not in bounds:
+                raise Wrong("stock has no result to be held against")
+            bound = None if run.system == "stock" else bounds[key]
+            judged = judge(run, case, row, exact[case["name"]], bound)
+            if bound is None:
+                rms, p999 = distances(row, exact[case["name"]])
+                bounds[key] = FACTOR * rms, FACTOR * p999
+            return judged
+
+        left_out += record(rows, measured, run.name, journal, shared, columns)
+    return left_out
+
+
+def run(journal: Journal, clock: Clock, chosen: Callable[[str], bool], quick: bool) -> list[str]:
+    """The part. `chosen` is asked for each engine; stock always runs, as the measure."""
+    mixes = MIXES[2:3] if quick else MIXES
+    cases = [make_case(*mix, steps=8 if quick else STEPS) for mix in mixes]
+    runs = [r for r in RUNS[: 2 if quick else None] if r.system == "stock" or chosen(r.name)]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = write_random_model(folder / "model", 8, 2, 128)
+        return run_all(runs, cases, model, folder, journal, clock)

@@ -1,0 +1,134 @@
+"""The systems that part ``op`` compares, each made ready for a batch. Not yet run on a GPU."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.inputs import (
+    BLOCK,
+    Batch,
+    attend_with,
+    flash_attention,
+    stock_attention,
+)
+from benchmarks.gpu.timing import Shape
+
+# The default of `RelayConfig`.
+MIN_SAVED_TOKENS = 32768
+
+# Writes the given tensor and returns None, or returns one of its own.
+Run = Callable[[Tensor], Tensor | None]
+System = Callable[[Batch, Shape], tuple[Run, int | None]]  # and the groups it found, if it looks
+
+
+def stock(batch: Batch, shape: Shape) -> tuple[Run, int | None]:
+    """One call of FA3, left to choose its own splits: at least as good as inside vLLM."""
+    varlen = flash_attention(3)
+    return lambda out: stock_attention(batch, varlen, out), None
+
+
+def wait_for(device: torch.device) -> None:
+    """Until everything that was started on the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def relay_step(plan: Any, batch: Batch) -> Any:
+    """Plan a batch with one query per row, as the backend does; returns what attention takes."""
+    return plan.update(
+        batch.block_table,
+        batch.seq_lens,
+        batch.query_start_loc,
+        num_tokens=len(batch.q),
+        max_query_len=1,
+        max_seq_len=batch.longest,
+    )
+
+
+def relay(batch: Batch, shape: Shape, *, planned_before: bool = False) -> tuple[Run, int | None]:
+    """Plan and attention in one graph; `planned_before`: what each further layer of a step adds.
+
+    Also returns the groups found.
+    """
+    from vllm_relay.ops.device_plan import DevicePlan
+    from vllm_relay.ops.paged import paged_relay
+
+    rows, columns = batch.block_table.shape
+    plan = DevicePlan(
+        max_rows=rows,
+        max_tokens=rows,
+        max_blocks=columns,
+        block_size=BLOCK,
+        min_saved_tokens=MIN_SAVED_TOKENS,
+        device=batch.q.device,
+    )
+    attend = attend_with(flash_attention(3))
+    # As the backend does in a graph: system attention beside context attention.
+    side = torch.cuda.Stream() if batch.q.is_cuda else None
+    planned = relay_step(plan, batch)
+    wait_for(batch.q.device)
+
+    def attention(out: Tensor) -> None:
+        paged_relay(batch.q, batch.k_cache, batch.v_cache, planned, attend, out=out, side=side)
+
+    def both(out: Tensor) -> None:
+        relay_step(plan, batch)
+        attention(out)
+
+    return (attention if planned_before else both), plan.landed()[0].groups
+
+
+def cascade_pages(table: Tensor, shape: Shape) -> tuple[list[Tensor], ...]:
+    """FlashInfer's description of a `shared_batch`: query offsets, page offsets, pages, tokens in
+    the last page; each for the shared level and then for the requests' own."""
+    device, prefix = table.device, shape.shared // BLOCK
+    own = table.shape[1] - prefix
+
+    def offsets(count: int, step: int) -> Tensor:
+        return torch.arange(count + 1, device=device, dtype=torch.int32) * step
+
+    def last(count: int, tokens: int) -> Tensor:
+        left = (tokens - 1) % BLOCK + 1
+        return torch.full((count,), left, device=device, dtype=torch.int32)
+
+    return (
+        [offsets(1, shape.batch), offsets(shape.batch, 1)],
+        [offsets(1, prefix), offsets(shape.batch, own)],
+        [table[0, :prefix].contiguous(), table[:, prefix:].reshape(-1)],
+        [last(1, shape.shared), last(shape.batch, shape.own)],
+    )
+
+
+def flashinfer(batch: Batch, shape: Shape) -> tuple[Run, int | None]:
+    """MultiLevelCascadeAttentionWrapper, told what is shared and planned outside the timing.
+
+    On K and V in tensors of their own, its usual layout. The first call compiles for minutes.
+    """
+    from flashinfer import MultiLevelCascadeAttentionWrapper
+
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    wrapper = MultiLevelCascadeAttentionWrapper(2, workspace, "NHD")
+    dtype = batch.q.dtype
+    wrapper.plan(
+        *cascade_pages(batch.block_table, shape),
+        shape.query_heads,
+        shape.kv_heads,
+        shape.head_size,
+        BLOCK,
+        q_data_type=dtype,
+        kv_data_type=dtype,
+    )
+    caches = batch.k_cache.contiguous(), batch.v_cache.contiguous()
+    return lambda out: wrapper.run(batch.q, caches), 1
+
+
+# name -> how it is made ready; whether it needs something shared
+SYSTEMS: dict[str, tuple[System, bool]] = {
+    "stock": (stock, False),
+    "relay": (relay, False),
+    "relay-layer": (partial(relay, planned_before=True), False),
+    "flashinfer": (flashinfer, True),
+}

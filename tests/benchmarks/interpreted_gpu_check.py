@@ -1,0 +1,62 @@
+"""Pieces of gpu_check that run our Triton kernels, under the interpreter; see test_gpu_check.py."""
+
+import pytest
+import torch
+
+from benchmarks.gpu import systems
+from benchmarks.gpu.inputs import BLOCK, agrees, errors, shared_batch
+from benchmarks.gpu.journal import Wrong
+from benchmarks.gpu.kernels import check_plan, forest_batch
+from benchmarks.gpu.op import exact_shared
+from benchmarks.gpu.timing import Shape
+from tests.benchmarks.varlen import reference_varlen
+from tests.ops.interpreter import hardware_bfloat16  # noqa: F401
+from vllm_relay.ops.device_plan import DevicePlan
+
+
+def made_for(batch):
+    rows, blocks = batch.block_table.shape
+    return DevicePlan(
+        max_rows=rows, max_tokens=rows, max_blocks=blocks, block_size=BLOCK, device="cpu"
+    )
+
+
+@pytest.mark.parametrize("groups", [0, 1, 3])
+def test_the_plan_of_a_forest_is_found_right(groups):
+    batch, tables = forest_batch(12, 9, groups, (4, 2, 32), "cpu")
+    row = check_plan(made_for(batch), batch, tables, reference_varlen)
+    assert row["correct"] == "yes" and row["groups"] == groups
+
+
+def test_a_plan_that_misses_a_group_is_wrong():
+    batch, tables = forest_batch(12, 9, 3, (4, 2, 32), "cpu")
+    batch.block_table[:, 0] = torch.arange(1, 13)
+    with pytest.raises(Wrong, match="expected 3 groups"):
+        check_plan(made_for(batch), batch, tables, reference_varlen)
+
+
+def test_relay_attention_over_a_wrong_lse_is_wrong():
+    batch, tables = forest_batch(12, 9, 3, (4, 2, 32), "cpu")
+
+    def off(*, causal, return_softmax_lse=False, **kwargs):
+        found = reference_varlen(causal=causal, return_softmax_lse=return_softmax_lse, **kwargs)
+        return (found[0], found[1] + (0 if causal else 0.1)) if return_softmax_lse else found
+
+    with pytest.raises(Wrong, match="relay attention"):
+        check_plan(made_for(batch), batch, tables, off)
+
+
+@pytest.mark.parametrize("planned_before", [False, True])
+def test_the_measured_relay_is_right(monkeypatch, planned_before):
+    monkeypatch.setattr(systems, "flash_attention", lambda version: reference_varlen)
+    monkeypatch.setattr(systems, "MIN_SAVED_TOKENS", 0)
+    shape = Shape(4, 48, 20, query_heads=4, kv_heads=2, head_size=32)
+    batch = shared_batch(shape, "cpu")
+    ready, groups = systems.relay(batch, shape, planned_before=planned_before)
+    if not planned_before:  # the timed work has to plan the tables as they are now
+        batch.block_table[:, 3:] = batch.block_table[:, 3:].roll(1, 0)
+    out = torch.full_like(batch.q, float("nan"))
+    ready(out)
+    exact = exact_shared(batch, shape)
+    assert groups == 1
+    assert agrees(out, exact.bfloat16(), exact), errors(out, exact)
