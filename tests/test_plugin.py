@@ -158,3 +158,63 @@ def test_no_core_is_set_aside_for_our_connectors() -> None:
         assert reserved("NixlConnector") == reserved(None) + 1
         """
     _python(code)
+
+
+def test_on_cuda_a_model_that_relay_cannot_serve_gets_what_vllm_chooses() -> None:
+    code = """
+        import sys
+        from types import ModuleType
+
+        import torch
+        import vllm_relay
+        vllm_relay.register()
+        # The compiled half of the CUDA build; the platform's class itself is vLLM's.
+        sys.modules["vllm._C_stable_libtorch"] = ModuleType("kernels")
+        sys.modules.setdefault("vllm._C", ModuleType("kernels"))
+        from vllm.platforms.cuda import CudaPlatformBase as Platform
+        from vllm.platforms.interface import DeviceCapability
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum as E
+        from vllm.v1.attention.selector import AttentionSelectorConfig
+        from vllm_relay import backend, plugin
+        from vllm_relay.backend import cuda
+
+        backend.RelayBackend = cuda.RelayBackend  # as on a machine with a GPU
+        Platform.get_device_capability = classmethod(lambda cls, device=0: DeviceCapability(9, 0))
+        plugin.fall_back(Platform)
+        plugin.fall_back(Platform)
+        layer = dict(head_size=64, kv_cache_dtype="auto", block_size=16)
+        for dtype in (torch.bfloat16, torch.float32):
+            config = AttentionSelectorConfig(dtype=dtype, **layer)
+            print(dtype, Platform.get_attn_backend_cls(E["RELAY"], config))
+        """
+    out = _python(code, with_log=True)
+    assert "torch.bfloat16 vllm_relay.backend.cuda.RelayBackend" in out
+    assert "torch.float32 vllm.v1.attention.backends.triton_attn" in out
+    assert out.count("relay: not used: Selected backend") == 1 and "dtype not supported" in out
+
+
+def test_vllms_flash_attention_is_a_provider_of_the_ops() -> None:
+    code = """
+        import torch
+        from tests.backend import reference_flash
+        from vllm.v1.attention.backends import fa_utils
+        from vllm_relay import plugin
+        from vllm_relay.ops import providers
+
+        fa_utils.get_flash_attn_version = lambda: 3
+        fa_utils.flash_attn_varlen_func = reference_flash.flash_attn_varlen_func
+        plugin._offer_flash_attention()
+        assert "vllm" in providers._registered["system"]
+        q, cache = torch.randn(2, 4, 32), torch.randn(3, 16, 2, 64)
+        reason = providers._registered["context"]["vllm"].usable(q, cache, cache)
+        assert reason == "needs CUDA tensors", reason
+        fn = providers._registered["context"]["vllm"].fn
+        # What the checks in front of it would hand over.
+        out, lse = fn(
+            q, *cache.split(32, -1), torch.tensor([[1, 2]] * 2, dtype=torch.int32),
+            torch.tensor([20, 5], dtype=torch.int32), torch.arange(3, dtype=torch.int32),
+            0.2, 1, 20,
+        )
+        assert out.shape == q.shape and lse.shape == (4, 2) and lse.isfinite().all()
+        """
+    _python(code)

@@ -33,6 +33,11 @@ def register() -> None:
     if current_platform.is_cpu():
         _honour_backend_on_cpu()
         _keep_all_cores()
+    elif current_platform.is_cuda():
+        from vllm.platforms.cuda import CudaPlatformBase
+
+        fall_back(CudaPlatformBase)
+        _offer_flash_attention()
     _extend_worker()
     _add_connector()
     _wrap_engine_args()
@@ -121,6 +126,49 @@ def _honour_backend_on_cpu() -> None:
 
     get_attn_backend_cls._vllm_relay = True  # type: ignore[attr-defined]
     CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+
+
+def fall_back(platform: Any) -> None:
+    """Let a model that ``RELAY`` cannot serve have the backend that vLLM would choose for it.
+
+    Wraps ``get_attn_backend_cls``, which raises ValueError when a backend was asked for that does
+    not fit (multi-head latent attention, float32, ...).
+    """
+    stock = platform.get_attn_backend_cls.__func__
+    if getattr(stock, "_vllm_relay", False):
+        return
+
+    @functools.wraps(stock)
+    def get_attn_backend_cls(cls: Any, selected_backend: Any, *args: Any, **kwargs: Any) -> str:
+        if getattr(selected_backend, "name", None) == BACKEND_NAME:
+            try:
+                return str(stock(cls, selected_backend, *args, **kwargs))
+            except ValueError as error:
+                metrics.say_once(f"not used: {error}; vLLM chooses a backend of its own")
+                selected_backend = None
+        return str(stock(cls, selected_backend, *args, **kwargs))
+
+    get_attn_backend_cls._vllm_relay = True  # type: ignore[attr-defined]
+    platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+
+
+def _offer_flash_attention() -> None:
+    """Make vLLM's FlashAttention the provider "vllm" of ``vllm_relay.ops``, on its first use."""
+    from vllm_relay.ops import flash_attn, providers
+
+    @functools.cache
+    def made(maker: Any) -> Any:
+        from vllm.v1.attention.backends import fa_utils
+
+        version = fa_utils.get_flash_attn_version()
+        return maker(fa_utils.flash_attn_varlen_func, fa_version=version)
+
+    usable = functools.partial(providers.not_flash, block_multiple=16)
+    for op, maker in (
+        ("system", flash_attn.system_from_varlen),
+        ("context", flash_attn.context_from_varlen),
+    ):
+        providers.register(op, "vllm", lambda *args, m=maker: made(m)(*args), usable)
 
 
 def _keep_all_cores() -> None:

@@ -40,7 +40,8 @@ def flash_attn_varlen_func(
         "alibi_slopes", "q_descale", "k_descale", "v_descale", "s_aux", "dynamic_causal",
         "mask_mod", "aux_tensors",
     }  # fmt: skip
-    assert seqused_k is not None and block_table is not None and out is not None
+    assert seqused_k is not None and block_table is not None
+    out = torch.full_like(q, UNWRITTEN) if out is None else out
     batch = len(seqused_k)
     assert cu_seqlens_q.shape == (batch + 1,) and len(block_table) == batch
     for tensor in (cu_seqlens_q, seqused_k, block_table):
