@@ -3,6 +3,7 @@
 vLLM loads both classes by name (``logits_processors=``, ``worker_extension_cls=``).
 """
 
+import importlib
 from typing import Any
 from unittest import mock
 
@@ -66,12 +67,24 @@ def _wrong_context_lse(stock: Any) -> Any:
     return attend_with_lse
 
 
-# name -> what of vllm_relay.backend.cpu is replaced, and by what
+def _wrong_paged_lse(stock: Any) -> Any:
+    def paged_relay(q: Any, k: Any, v: Any, step: Any, attend: Any, **kwargs: Any) -> Any:
+        def wrong(part: Any, *args: Any) -> Any:
+            lse = attend(part, *args)
+            return lse if part.causal else lse + 0.1
+
+        return stock(q, k, v, step, wrong, **kwargs)
+
+    return paged_relay
+
+
+# name -> the module of vllm_relay.backend, what of it is replaced, and by what
 PLANTS = {
-    "lse": ("system_attention", _wrong_lse),
-    "context-lse": ("attend_with_lse", _wrong_context_lse),
-    "block": ("system_attention", _skipped_block),
-    "layout": ("system_attention", _wrong_layout),
+    "lse": ("cpu", "system_attention", _wrong_lse),
+    "context-lse": ("cpu", "attend_with_lse", _wrong_context_lse),
+    "block": ("cpu", "system_attention", _skipped_block),
+    "layout": ("cpu", "system_attention", _wrong_layout),
+    "paged-lse": ("cuda", "paged_relay", _wrong_paged_lse),
 }
 
 
@@ -152,7 +165,6 @@ class WorkerExtension:
         """Put an error of `PLANTS` into the relay path, or take it out again."""
         mock.patch.stopall()
         if name is not None:
-            from vllm_relay.backend import cpu
-
-            attribute, wrong = PLANTS[name]
-            mock.patch.object(cpu, attribute, wrong(getattr(cpu, attribute))).start()
+            place, attribute, wrong = PLANTS[name]
+            module = importlib.import_module(f"vllm_relay.backend.{place}")
+            mock.patch.object(module, attribute, wrong(getattr(module, attribute))).start()
