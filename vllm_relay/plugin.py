@@ -171,6 +171,19 @@ def _offer_flash_attention() -> None:
         providers.register(op, "vllm", lambda *args, m=maker: made(m)(*args), usable)
 
 
+def add_plain_graphs() -> None:
+    """Have vLLM's runner V2 capture full CUDA graphs without relay, too; see `backend.graphs`."""
+    from vllm_relay.backend import graphs
+
+    try:
+        from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+        graphs.wrap(CudaGraphManager)
+    except (ImportError, AttributeError) as error:
+        # Right without it, only not as fast where nothing is shared.
+        metrics.say_once(f"full CUDA graphs are captured with relay only: {error}")
+
+
 def _keep_all_cores() -> None:
     """Keep vLLM's CPU engine from setting a core aside for our connector, which is idle.
 

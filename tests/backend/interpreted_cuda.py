@@ -5,13 +5,19 @@ Not collected on its own: Triton reads the variable when a kernel is defined.
 
 import copy
 import logging
+import weakref
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from triton.runtime import interpreter
+from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends import flash_attn
+from vllm.v1.worker.gpu import cudagraph_utils
 
 from tests.backend import reference_flash
 from tests.backend.cuda_bench import (
@@ -24,7 +30,7 @@ from tests.backend.cuda_bench import (
     random_step,
 )
 from vllm_relay import metrics
-from vllm_relay.backend import cuda, self_test
+from vllm_relay.backend import cuda, graphs, self_test
 from vllm_relay.ops.triton import fusion
 
 # float32 sums in another order, of values of about 1
@@ -112,8 +118,7 @@ def test_a_captured_step_serves_all_that_follow(bench) -> None:
     groups = []
     for _ in range(8):
         step = random_step(rng, padded=size)
-        built = bench.build(step)
-        assert built.relay is not None
+        assert bench.build(step).relay is not None
         check(bench, step, captured)
         groups.append(bench.builder._plan.landed()[0].groups)
     bench.build(ALONE_PADDED := Step(ALONE.rows, size))
@@ -150,13 +155,172 @@ def test_mixed_steps_in_full_graphs_of_all(folder) -> None:
     assert not relayed(bench.build(longer))
 
 
-def test_outside_of_graphs_a_step_is_relayed_once_sharing_was_heard_of(bench) -> None:
-    first = bench.build(SHARED)
-    # On the CPU the copy that tells has landed at once; on a GPU a step or two later.
-    assert relayed(first)
-    assert not relayed(bench.build(ALONE))
-    check(bench, ALONE, bench.build(ALONE))
-    check(bench, SHARED, bench.build(SHARED))
+def test_outside_of_graphs_a_step_is_relayed_once_sharing_was_heard_of(folder) -> None:
+    bench = Bench(make_config(folder, graphs="PIECEWISE"))
+    # The host hears of a plan after the step it was made for, on a GPU a step or two later still.
+    assert not relayed(bench.build(SHARED))
+    for _ in range(2):
+        metadata = bench.build(SHARED)
+        assert relayed(metadata)
+        check(bench, SHARED, metadata)
+    bench.build(ALONE)
+    planned = []
+    for _ in range(2 * cuda.PROBE_STEPS):
+        metadata = bench.build(ALONE)
+        assert not relayed(metadata)
+        planned.append(bench.builder.planned)
+        check(bench, ALONE, metadata)
+    assert sum(planned) == 2, "steps that share nothing are planned now and then"
+    waited = 0
+    while not relayed(metadata := bench.build(SHARED)):
+        waited += 1
+    assert waited <= cuda.PROBE_STEPS
+    check(bench, SHARED, metadata)
+
+
+@dataclass(frozen=True)
+class Desc:
+    """Of vLLM's BatchExecutionDescriptor what capture and replay read."""
+
+    num_reqs: int
+    cg_mode: Any = CUDAGraphMode.FULL
+    num_ubatches: int = 1
+
+
+class Graph:
+    """A CUDA graph as far as the host can tell: host values and addresses of capture."""
+
+    open: "Graph | None" = None
+
+    def __init__(self) -> None:
+        self.replay: Any = None
+
+    @staticmethod
+    @contextmanager
+    def capture(graph, *args, **kwargs):
+        Graph.open = graph
+        yield
+        Graph.open = None
+
+
+@pytest.fixture
+def manager(monkeypatch) -> Any:
+    """vLLM's own manager of graphs, wrapped, over `Graph`s."""
+    names = ("capture", "run_fullgraph")
+    for name in names:
+        stock = getattr(cudagraph_utils.CudaGraphManager, name)
+        monkeypatch.setattr(
+            cudagraph_utils.CudaGraphManager, name, getattr(stock, "__wrapped__", stock)
+        )
+    monkeypatch.setattr(graphs, "_both", False)
+    monkeypatch.setattr(graphs, "_builders", weakref.WeakSet())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", Graph.capture)
+    for name, value in (
+        ("graph_capture", lambda **kwargs: nullcontext()),
+        ("capture_pool", lambda *args: nullcontext()),
+        ("current_stream", lambda: None),
+        ("is_global_first_rank", lambda: False),
+    ):
+        monkeypatch.setattr(cudagraph_utils, name, value, raising=False)
+    made = object.__new__(cudagraph_utils.CudaGraphManager)
+    vars(made).update(
+        graphs={}, device=None, pool=None, use_breakable_cg=False, ubatch_runner=None,
+        vllm_config=None, _max_full_descs_to_capture=None, _capture_mem_samples=None,
+        _capture_descs={CUDAGraphMode.FULL: [Desc(8), Desc(4), Desc(1)]},
+    )  # fmt: skip
+    return made
+
+
+def capture_graphs(manager, bench) -> list[tuple[int, bool, torch.Tensor]]:
+    """Capture all; each replay appends its size, whether it relays, and what it wrote."""
+    replays: list[tuple[int, bool, torch.Tensor]] = []
+
+    def create_forward_fn(desc, warmup):
+        rows = desc.num_reqs
+        metadata = bench.build(Step([([1], 1, 1)] * rows, rows), capture=True)
+        q = bench.queries(rows)
+
+        def forward(mode) -> None:
+            def replay() -> None:
+                replays.append((rows, relayed(metadata), bench.forward(metadata, q)))
+
+            if Graph.open is not None:
+                Graph.open.replay = replay
+            replay()
+
+        return forward
+
+    manager.capture(create_forward_fn)
+    replays.clear()
+    return replays
+
+
+def replay(manager, bench, replays, step: Step) -> bool:
+    """Build and replay a step as runner V2 does; returns whether it was relayed."""
+    bench.build(step)
+    manager.run_fullgraph(Desc(step.padded_rows))
+    rows, with_relay, out = replays.pop()
+    assert rows == step.padded_rows and not replays
+    want = bench.stock(step, bench.queries(rows))
+    torch.testing.assert_close(out[: owned(step)], want[: owned(step)], **CLOSE)
+    return with_relay
+
+
+def test_runner_v2_replays_graphs_without_relay_where_nothing_is_shared(folder, manager) -> None:
+    bench = Bench(make_config(folder))
+    replays = capture_graphs(manager, bench)
+    assert graphs.have_both()
+    assert set(manager.graphs) == set(manager._relay_plain_graphs) == {Desc(8), Desc(4), Desc(1)}
+    assert list(manager._capture_descs) == [CUDAGraphMode.FULL]
+    shared, alone = Step(SHARED.rows, 8), Step(ALONE.rows, 8)
+    relays = [replay(manager, bench, replays, shared) for _ in range(cuda.PROBE_STEPS + 3)]
+    assert not relays[0] and all(relays[-2:])
+    relays = [replay(manager, bench, replays, alone) for _ in range(4)]
+    assert relays == [True, False, False, False]
+    rng = np.random.default_rng(4)
+    relays = []
+    for _ in range(20):
+        relays.append(replay(manager, bench, replays, random_step(rng, padded=8)))
+        replay(manager, bench, replays, Step(SHARED.rows[:1], 1))
+    assert any(relays)
+
+
+def test_a_graph_with_relay_needs_the_plan_of_every_builder(folder, manager) -> None:
+    bench = Bench(make_config(folder))
+    replays = capture_graphs(manager, bench)
+    step = Step(SHARED.rows, 8)
+    while not replay(manager, bench, replays, step):
+        pass
+    other = Bench(make_config(folder)).builder
+    assert not other.planned
+    assert not replay(manager, bench, replays, step)
+    other.planned = True
+    assert replay(manager, bench, replays, step)
+
+
+def test_without_a_second_set_of_graphs_every_step_is_planned(folder, manager) -> None:
+    """As on runner V1."""
+    bench = Bench(make_config(folder))
+    for _ in range(3):
+        bench.build(Step(ALONE.rows, 8))
+        assert bench.builder.planned
+
+
+def test_graphs_are_captured_once_where_nothing_relays(folder, manager) -> None:
+    bench = Bench(make_config(folder, enabled=False))
+    graphs.wrap(cudagraph_utils.CudaGraphManager)
+    capture_graphs(manager, bench)
+    assert set(manager.graphs) == {Desc(8), Desc(4), Desc(1)}
+    assert not graphs.have_both() and not hasattr(manager, "_relay_plain_graphs")
+
+
+def test_batches_that_could_not_save_enough_have_no_relay_in_their_graph(folder) -> None:
+    # Of 4 rows, 3 are saved the longest sequence of (240 + 1) tokens, 16 blocks.
+    bench = Bench(make_config(folder, min_saved_tokens=3 * 16 * 16 + 1))
+    for rows, covered in ((4, False), (5, True)):
+        metadata = bench.build(Step([([1], 1, 1)] * rows, rows), capture=True)
+        assert relayed(metadata) == covered
 
 
 def test_steps_left_to_vllm(bench) -> None:
@@ -358,6 +522,7 @@ def test_batch_invariance_is_left_alone(folder, monkeypatch) -> None:
 
 def test_counters(bench) -> None:
     before = metrics.counters()
+    bench.build(SHARED, capture=True)
     bench.build(SHARED, capture=True)
     bench.build(SHARED)
     bench.build(ALONE)

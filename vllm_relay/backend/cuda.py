@@ -7,9 +7,10 @@ beside tensors (scheduler metadata, splits) comes from vLLM's own builder, asked
 for a batch of its own. Everything else is vLLM's: the KV update, layers that the split does not
 cover, steps with prefills.
 
-In a full CUDA graph relay is captured for every batch of two or more requests, since a graph cannot
-know what will be shared; a batch that shares nothing then pays for kernels that return at once.
-Outside of graphs a step is relayed when the last step that the host heard of had a group.
+A step is relayed when the last planned step that the host has heard of had a group. Runner V2 gets
+a second set of full CUDA graphs for that choice (`backend.graphs`). Runner V1 has one, with relay
+in it, since a graph cannot know what will be shared; a batch that shares nothing then pays for
+kernels that return at once. Where a step need not be planned and nothing is shared, most are not.
 
 Not yet run on a GPU.
 """
@@ -31,12 +32,14 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from vllm_relay import metrics
-from vllm_relay.backend import self_test
+from vllm_relay import metrics, plugin
+from vllm_relay.backend import graphs, self_test
 from vllm_relay.config import RelayConfig
 from vllm_relay.ops.device_plan import DevicePlan, Part
 from vllm_relay.ops.paged import PagedStep, paged_relay
 
+# Where nothing is shared, every so many steps are planned to find out whether that has changed.
+PROBE_STEPS = 8
 # Speculation without a draft model. The builders of a draft model's layers see lengths that move on
 # inside a captured graph, after the plan was made.
 DRAFTS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
@@ -97,12 +100,17 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         spec_tokens = speculative.num_speculative_tokens if speculative is not None else 0
         self._decode_queries = 1 + (spec_tokens or 0)
         self._most_rows = max(scheduler.max_num_seqs, self.max_cudagraph_size or 0)
+        self._most_tokens = self._most_rows * self._decode_queries
+        self._least = self._config.min_saved_tokens
         # Speculative tokens may lie past the end of the longest sequence.
         longest = vllm_config.model_config.max_model_len + self._decode_queries
         self._most_blocks = -(-longest // self.block_size)
         mode = self.compilation_config.cudagraph_mode
         # Then graphs are captured for prefills, too, and read the plan.
         self._graphs_of_all = self.use_full_cuda_graph and mode.mixed_mode() == mode.FULL
+        # Of the last step that was built: was it planned, was something shared as far as known?
+        self.planned = self.shared = False
+        self._resting = 0
         self._plan: DevicePlan | None = None
         self._parts: list[FlashAttentionMetadataBuilder] = []
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
@@ -115,6 +123,9 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         )
         if self._active:
             metrics.report_at_exit()
+            graphs.follow(self)
+            if self.use_full_cuda_graph:
+                plugin.add_plain_graphs()
         if self._active and self._config.overlap and self.device.type == "cuda":
             # Here, since streams are not to be made while a graph is captured.
             RelayImpl.side = torch.cuda.Stream(self.device)
@@ -176,22 +187,46 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
 
     def _build(self, common: Any, fast: bool, capture: bool) -> FlashAttentionMetadata:
         metadata = super().build(0, common, fast)
-        if not self._active or fast or common.num_reqs < 2 or common.causal is not True:
+        self.planned = self.shared = False
+        if not self._active or not self._covers(common, fast):
             return metadata
-        if common.max_query_len > self._decode_queries and not (
-            self._graphs_of_all and common.num_actual_tokens <= self.max_cudagraph_size
-        ):
+        if (capture and graphs.capturing_plain()) or not (capture or self._is_due()):
             return metadata
         step = self._plan_step(common, capture)
         return RelayMetadata(**vars(metadata), relay=step)
 
+    def _covers(self, common: Any, fast: bool) -> bool:
+        """Whether steps like this one are planned, from what is the same at capture and replay."""
+        rows = common.num_reqs
+        if fast or rows > self._most_rows or common.causal is not True:
+            return False
+        # The most that a group of so many rows could save.
+        if rows < 2 or (rows - 1) * self._most_blocks * self.block_size < self._least:
+            return False
+        if common.max_query_len <= self._decode_queries:
+            return common.num_actual_tokens <= self._most_tokens
+        return self._graphs_of_all and common.num_actual_tokens <= self.max_cudagraph_size
+
+    def _is_due(self) -> bool:
+        """Whether to plan a step, where one that is not planned can be run."""
+        if self._plan is None or (self.use_full_cuda_graph and not graphs.have_both()):
+            return True
+        if self._plan.landed()[0].groups:
+            self._resting = 0
+            return True
+        self._resting = (self._resting + 1) % PROBE_STEPS
+        return self._resting == 0
+
     def _plan_step(self, common: Any, capture: bool) -> RelayStep:
         if self._plan is None:
             # Not in __init__: vLLM allocates there in the pool that sleep mode empties.
-            self._plan = self._make_plan()
+            with torch.inference_mode(False):  # to be written in and outside of it
+                self._plan = self._make_plan()
+                self._parts = [self._twin() for _ in range(self._config.max_levels + 1)]
             metrics.follow_device(self._plan.landed, self._bytes_per_token)
-            self._parts = [self._twin() for _ in range(self._config.max_levels + 1)]
         rows = common.num_reqs
+        last, _ = self._plan.landed()
+        metrics.hear_device(last)
         planned = self._plan.update(
             common.block_table_tensor[:rows, : self._most_blocks],
             common.seq_lens[:rows],
@@ -205,16 +240,13 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
             self._part(builder, common, part)
             for builder, part in zip(self._parts, [*planned.levels, planned.context], strict=True)
         )
-        last, _ = self._plan.landed()
-        metrics.hear_device(last)
-        return RelayStep(
-            PagedStep(levels, context, planned.index), shared=capture or last.groups > 0
-        )
+        self.planned, self.shared = True, capture or last.groups > 0
+        return RelayStep(PagedStep(levels, context, planned.index), self.shared)
 
     def _make_plan(self) -> DevicePlan:
         return DevicePlan(
             max_rows=self._most_rows,
-            max_tokens=self._most_rows * self._decode_queries,
+            max_tokens=self._most_tokens,
             max_blocks=self._most_blocks,
             block_size=self.block_size,
             min_saved_tokens=self._config.min_saved_tokens,
