@@ -74,6 +74,9 @@ class RelayConfig:
             attention call per layer.
         overlap: CUDA only. In CUDA graphs, run system attention on a second stream beside context
             attention.
+        dense: CUDA only. Attend one group whose blocks follow one another in memory, the one that
+            saves most, as dense KV instead of block by block, with one more attention call per
+            layer. None: where system KVs are pinned, whose blocks mostly do.
         max_copy_gib: CPU only. Upper bound, in GiB per worker and KV cache group, of the row-major
             copies of shared segments; a group that does not fit stays on vLLM's own path.
         system_kv: files with offline system KVs: a path, a list of paths, or the settings of
@@ -84,13 +87,14 @@ class RelayConfig:
     min_saved_tokens: int = 32768
     max_levels: int = 1
     overlap: bool = True
+    dense: bool | None = None
     max_copy_gib: float = 2.0
     system_kv: SystemKVConfig = field(default_factory=SystemKVConfig)
 
     def __post_init__(self) -> None:
-        for name in ("enabled", "overlap"):
+        for name in ("enabled", "overlap", "dense"):
             value = getattr(self, name)
-            if not isinstance(value, bool):
+            if not isinstance(value, bool) and not (name == "dense" and value is None):
                 raise ValueError(f"relay.{name} must be true or false, got {value!r}")
         whole, number = ("a whole number", int), ("a number", (int, float))
         for name, (expected, kind), least in (

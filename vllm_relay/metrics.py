@@ -6,6 +6,7 @@ In another process than the engine's workers the counters stay zero; ask the wor
 
 import logging
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing import util
@@ -29,8 +30,8 @@ class _Counters:
 
 
 _counters = _Counters()
-# Plans on a device count there: what each has counted, and KV bytes of a token.
-_devices: list[tuple[Callable[[], tuple[Report, Report]], int]] = []
+# Plans on a device count there: how to ask each, as long as it lives, and KV bytes of a token.
+_devices: list[tuple["weakref.WeakMethod[Callable[[], tuple[Report, Report]]]", int]] = []
 _said: set[str] = set()
 _speaks = True
 _reported_at = 0.0
@@ -48,8 +49,11 @@ def counters() -> dict[str, int]:
             this worker.
     """
     found = asdict(_counters)
-    for landed, kv_bytes_per_token in _devices:
-        total = landed()[1]
+    for reference, kv_bytes_per_token in _devices:
+        newest = reference()
+        if newest is None:
+            continue
+        total = newest()[1]
         for name in ("steps", "steps_relayed", "groups", "requests", "tokens_shared"):
             found[name] += getattr(total, name)
         found["kv_bytes_not_read"] += total.tokens_saved * kv_bytes_per_token
@@ -82,13 +86,13 @@ def count_step(plan: RelayPlan | None, kv_bytes_per_token: int) -> None:
     _report_now_and_then()
 
 
-def follow_device(landed: Callable[[], tuple[Report, Report]], kv_bytes_per_token: int) -> None:
-    """Count what a plan on a device counts there.
+def follow_device(newest: Callable[[], tuple[Report, Report]], kv_bytes_per_token: int) -> None:
+    """Count what a plan on a device counts there, as long as it lives.
 
     Args:
-        landed: `DevicePlan.landed`. kv_bytes_per_token: as in `count_step`.
+        newest: `DevicePlan.newest`. kv_bytes_per_token: as in `count_step`.
     """
-    _devices.append((landed, kv_bytes_per_token))
+    _devices.append((weakref.WeakMethod(newest), kv_bytes_per_token))
 
 
 def hear_device(last: Report) -> None:

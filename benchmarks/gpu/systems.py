@@ -78,7 +78,7 @@ def relay(batch: Batch, shape: Shape, *, planned_before: bool = False) -> tuple[
         relay_step(plan, batch)
         attention(out)
 
-    return (attention if planned_before else both), plan.landed()[0].groups
+    return (attention if planned_before else both), plan.newest()[0].groups
 
 
 def cascade_pages(table: Tensor, shape: Shape) -> tuple[list[Tensor], ...]:

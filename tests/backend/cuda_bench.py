@@ -115,8 +115,13 @@ class Bench:
         generator = torch.Generator().manual_seed(0)
         shape = (BLOCKS, BLOCK, KV_HEADS, 2 * HEAD_SIZE)
         # NHD in memory, as vLLM's default on CUDA
-        self.cache = (torch.randn(shape, generator=generator) * 1.4).transpose(1, 2)
+        self.set_cache((torch.randn(shape, generator=generator) * 1.4).transpose(1, 2))
         self.cache[0] = torch.nan  # the null block
+
+    def set_cache(self, cache: Tensor) -> None:
+        self.cache = cache
+        for layer in self.layers:
+            layer.kv_cache = cache
 
     def build(self, step: Step, *, capture: bool = False) -> Any:
         common = step.common(self.buffers)

@@ -92,10 +92,12 @@ def relayed(metadata) -> bool:
 
 
 @pytest.mark.parametrize("version", [2, 3, 4])
-@pytest.mark.parametrize("levels", [1, 2])
-def test_relay_is_stock_attention(folder, monkeypatch, version, levels) -> None:
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_levels": 2}, {"max_levels": 2, "dense": True}], ids=str
+)
+def test_relay_is_stock_attention(folder, monkeypatch, version, settings) -> None:
     install(monkeypatch, version)
-    bench = Bench(make_config(folder, max_levels=levels))
+    bench = Bench(make_config(folder, **settings))
     assert bench.builder.aot_schedule == (version == 3)
     rng = np.random.default_rng(version)
     shared = 0
@@ -103,14 +105,16 @@ def test_relay_is_stock_attention(folder, monkeypatch, version, levels) -> None:
         step = random_step(rng)
         metadata = bench.build(step, capture=True)
         assert relayed(metadata)
-        shared += bench.builder._plan.landed()[0].groups
+        shared += bench.builder._plan.newest()[0].groups
         for layer in (0, 1):
             check(bench, step, metadata, layer)
     assert shared > 3
 
 
-def test_a_captured_step_serves_all_that_follow(bench) -> None:
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_captured_step_serves_all_that_follow(folder, dense) -> None:
     """As a full graph: host values and addresses of capture, contents of each step."""
+    bench = Bench(make_config(folder, dense=dense))
     rng = np.random.default_rng(1)
     size = 8
     dummy = Step([([1], 1, 1)] * size, size)
@@ -120,9 +124,10 @@ def test_a_captured_step_serves_all_that_follow(bench) -> None:
         step = random_step(rng, padded=size)
         assert bench.build(step).relay is not None
         check(bench, step, captured)
-        groups.append(bench.builder._plan.landed()[0].groups)
-    bench.build(ALONE_PADDED := Step(ALONE.rows, size))
-    check(bench, ALONE_PADDED, captured)
+        groups.append(bench.builder._plan.newest()[0].groups)
+    alone = Step(ALONE.rows, size)
+    bench.build(alone)
+    check(bench, alone, captured)
     assert max(groups) > 1
 
 
@@ -148,7 +153,7 @@ def test_mixed_steps_in_full_graphs_of_all(folder) -> None:
         [([5, 6, 70], 40, 2), ([5, 6, 71], 45, 1), ([72], 9, 5), ([5, 6, 73], 33, 1)], 4, tokens=9
     )
     bench.build(step)
-    assert bench.builder._plan.landed()[0].requests == 3
+    assert bench.builder._plan.newest()[0].requests == 3
     check(bench, step, captured)
     # Larger than any graph: vLLM's own.
     longer = Step([([5, 6, 70], 40, MAX_ROWS), ([5, 6, 71], 45, 1)])
@@ -157,13 +162,14 @@ def test_mixed_steps_in_full_graphs_of_all(folder) -> None:
 
 def test_outside_of_graphs_a_step_is_relayed_once_sharing_was_heard_of(folder) -> None:
     bench = Bench(make_config(folder, graphs="PIECEWISE"))
-    # The host hears of a plan after the step it was made for, on a GPU a step or two later still.
-    assert not relayed(bench.build(SHARED))
+    for _ in range(cuda.HEARD_AFTER):
+        assert not relayed(bench.build(SHARED))
     for _ in range(2):
         metadata = bench.build(SHARED)
         assert relayed(metadata)
         check(bench, SHARED, metadata)
-    bench.build(ALONE)
+    for _ in range(cuda.HEARD_AFTER):
+        bench.build(ALONE)
     planned = []
     for _ in range(2 * cuda.PROBE_STEPS):
         metadata = bench.build(ALONE)
@@ -174,7 +180,7 @@ def test_outside_of_graphs_a_step_is_relayed_once_sharing_was_heard_of(folder) -
     waited = 0
     while not relayed(metadata := bench.build(SHARED)):
         waited += 1
-    assert waited <= cuda.PROBE_STEPS
+    assert waited <= cuda.PROBE_STEPS + cuda.HEARD_AFTER
     check(bench, SHARED, metadata)
 
 
@@ -274,13 +280,14 @@ def test_runner_v2_replays_graphs_without_relay_where_nothing_is_shared(folder, 
     assert set(manager.graphs) == set(manager._relay_plain_graphs) == {Desc(8), Desc(4), Desc(1)}
     assert list(manager._capture_descs) == [CUDAGraphMode.FULL]
     shared, alone = Step(SHARED.rows, 8), Step(ALONE.rows, 8)
-    relays = [replay(manager, bench, replays, shared) for _ in range(cuda.PROBE_STEPS + 3)]
+    steps = cuda.PROBE_STEPS + cuda.HEARD_AFTER + 2
+    relays = [replay(manager, bench, replays, shared) for _ in range(steps)]
     assert not relays[0] and all(relays[-2:])
     relays = [replay(manager, bench, replays, alone) for _ in range(4)]
-    assert relays == [True, False, False, False]
+    assert relays == [True] * cuda.HEARD_AFTER + [False] * (4 - cuda.HEARD_AFTER)
     rng = np.random.default_rng(4)
     relays = []
-    for _ in range(20):
+    for _ in range(24):
         relays.append(replay(manager, bench, replays, random_step(rng, padded=8)))
         replay(manager, bench, replays, Step(SHARED.rows[:1], 1))
     assert any(relays)
@@ -312,7 +319,7 @@ def test_graphs_are_captured_once_where_nothing_relays(folder, manager) -> None:
     graphs.wrap(cudagraph_utils.CudaGraphManager)
     capture_graphs(manager, bench)
     assert set(manager.graphs) == {Desc(8), Desc(4), Desc(1)}
-    assert not graphs.have_both() and not hasattr(manager, "_relay_plain_graphs")
+    assert not graphs.have_both() and not manager._relay_plain_graphs
 
 
 def test_batches_that_could_not_save_enough_have_no_relay_in_their_graph(folder) -> None:
@@ -334,6 +341,34 @@ def test_steps_left_to_vllm(bench) -> None:
     assert plain(bench.builder.build_for_drafting(common, 0))
     assert plain(bench.builder.build(0, common.replace(causal=False)))
     assert isinstance(bench.builder.build(0, common), cuda.RelayMetadata)
+
+
+def test_a_group_whose_blocks_follow_one_another_is_dense(folder, monkeypatch) -> None:
+    bench = Bench(make_config(folder, dense=True))
+    metadata = bench.build(SHARED, capture=True)
+    paged = metadata.relay.paged
+    # Blocks 5, 6, 7 do; 9, 8 do not. The first sequence stands for what lies before block 5.
+    assert paged.dense.key_start_loc.tolist() == [0, 5 * 16, 8 * 16]
+    assert paged.dense.query_start_loc.tolist() == [0, 0, 3]
+    assert paged.levels[0].seq_lens.tolist()[:3] == [0, 2 * 16, 0]
+    assert (paged.index[1] >= 0).tolist() == [True, False, True, False, False, True]
+    check(bench, SHARED, metadata)
+    paged.dense.key_start_loc[1] += 1
+    with pytest.raises(AssertionError):
+        check(bench, SHARED, metadata)
+    alone = Step(ALONE.rows, len(SHARED.rows))
+    bench.build(alone)
+    assert not paged.dense.key_start_loc.any() and not paged.dense.query_start_loc.any()
+    check(bench, alone, metadata)
+
+
+def test_a_cache_of_scattered_blocks_has_no_dense_view(folder) -> None:
+    bench = Bench(make_config(folder, dense=True))
+    # Heads outside of tokens, as some connectors ask for.
+    bench.set_cache(bench.cache.contiguous())
+    metadata = bench.build(SHARED, capture=True)
+    assert metadata.relay.paged.dense is None
+    check(bench, SHARED, metadata)
 
 
 def test_hooks_that_would_keep_an_old_plan_are_off(bench) -> None:
@@ -522,7 +557,6 @@ def test_batch_invariance_is_left_alone(folder, monkeypatch) -> None:
 
 def test_counters(bench) -> None:
     before = metrics.counters()
-    bench.build(SHARED, capture=True)
     bench.build(SHARED, capture=True)
     bench.build(SHARED)
     bench.build(ALONE)

@@ -22,6 +22,7 @@ def flash_attn_varlen_func(
     max_seqlen_q: int,
     cu_seqlens_q: Tensor,
     max_seqlen_k: int,
+    cu_seqlens_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -35,12 +36,22 @@ def flash_attn_varlen_func(
     fa_version: int = 2,
     **others: Any,
 ) -> Any:
-    """As vLLM's, for a paged cache; writes only tokens of sequences, out and LSE alike."""
+    """As vLLM's; writes only tokens of sequences, out and LSE alike."""
     assert set(others) <= {
         "alibi_slopes", "q_descale", "k_descale", "v_descale", "s_aux", "dynamic_causal",
         "mask_mod", "aux_tensors",
     }  # fmt: skip
-    assert seqused_k is not None and block_table is not None
+    paged = block_table is not None
+    assert paged == (seqused_k is not None) and paged == (cu_seqlens_k is None)
+    if cu_seqlens_k is not None:
+        # Dense keys as a cache of blocks of one token.
+        assert cu_seqlens_k.shape == cu_seqlens_q.shape and scheduler_metadata is None
+        first_keys, seqused_k = cu_seqlens_k[:-1], cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+        assert bool((seqused_k >= 0).all())
+        max_seqlen_k = max(max_seqlen_k, int(first_keys.max()))
+        rows = torch.arange(int(seqused_k.max()), dtype=torch.int32)
+        block_table = first_keys[:, None] + rows[None]
+        k, v = k[:, None], v[:, None]
     out = torch.full_like(q, UNWRITTEN) if out is None else out
     batch = len(seqused_k)
     assert cu_seqlens_q.shape == (batch + 1,) and len(block_table) == batch

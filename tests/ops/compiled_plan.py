@@ -30,7 +30,7 @@ if __name__ == "__main__":
         for levels in (1, 3):
             sizes = {"CHUNK_R": 1024, "CHUNK_C": plan.CHUNK_COLUMNS}
             depths = plan.checkpoints(2048)
-            common = {"BLOCK_SIZE": 16, "LEVELS": levels, "STATS": plan.STATS}
+            common = {"BLOCK_SIZE": 16, "LEVELS": levels, "DENSE": levels // 3, "STATS": plan.STATS}
             compile_for(
                 capability,
                 plan._sign_kernel,
@@ -39,4 +39,4 @@ if __name__ == "__main__":
             level = {"LEVEL": levels - 1}
             compile_for(capability, plan._match_kernel, {**level, "CHECKPOINTS": depths, **sizes})
             compile_for(capability, plan._score_kernel, {**level, "CHUNK_R": 1024})
-            compile_for(capability, plan._settle_kernel, {**common, "COUNT": levels == 1, **sizes})
+            compile_for(capability, plan._settle_kernel, {**common, **sizes})

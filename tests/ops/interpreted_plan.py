@@ -45,7 +45,10 @@ def new_plan(batch: Batch, **kwargs) -> DevicePlan:
     plan = DevicePlan(
         max_blocks=columns + 2, block_size=batch.block_size, device="cpu", **sizes, **kwargs
     )
-    for name in ("cu_tokens", "segment_lens", "index", "context_lens", "depth", "leader", "common"):
+    for name in (
+        "cu_tokens", "segment_lens", "index", "context_lens", "depth", "leader", "common", "run",
+        "dense",
+    ):  # fmt: skip
         getattr(plan.buffers, name).fill_(7)
     for name in ("best", "hashes", "segment_table", "context_table"):
         getattr(plan.buffers, name).fill_(STALE)
@@ -70,7 +73,7 @@ def groups_of(step: PagedStep, batch: Batch) -> list[list[tuple[list[int], list[
     """Per level the members and blocks of each group; checks what an attention call relies on."""
     owner = np.repeat(np.arange(len(batch.table)), batch.query_lens)
     levels = []
-    for part, index in zip(step.levels, step.index.numpy(), strict=True):
+    for part, index in zip(step.levels, step.index.numpy(), strict=step.dense is None):
         starts, lens = part.query_start_loc.numpy(), part.seq_lens.numpy()
         assert len(starts) == len(lens) + 1 == len(part.block_table) + 1
         assert starts[0] == 0 and (np.diff(starts) >= 0).all()
@@ -85,6 +88,13 @@ def groups_of(step: PagedStep, batch: Batch) -> list[list[tuple[list[int], list[
             assert (np.diff(index[tokens][np.diff(owner[tokens], prepend=-1) == 0]) > 0).all()
             rows = np.unique(owner[tokens])
             assert len(tokens) == batch.query_lens[rows].sum()
+            if group == 0 and not levels and step.dense is not None:
+                blocks = dense_group(step, tokens, batch.block_size)
+                if blocks:
+                    # Read there, and here not at all.
+                    assert lens[0] == 0
+                    found.append((rows.tolist(), blocks))
+                    continue
             assert (lens[group] > 0) == (len(rows) > 0)
             if len(rows):
                 assert lens[group] % batch.block_size == 0
@@ -92,6 +102,20 @@ def groups_of(step: PagedStep, batch: Batch) -> list[list[tuple[list[int], list[
                 found.append((rows.tolist(), blocks.tolist()))
         levels.append(found)
     return levels
+
+
+def dense_group(step: PagedStep, tokens: np.ndarray, block_size: int) -> list[int]:
+    """The blocks of the dense group, which has to have these tokens; none: there is no group."""
+    (gap, first, end), queries = step.dense.key_start_loc.tolist(), step.dense.query_start_loc
+    dense = step.index[-1].numpy()
+    assert gap == 0 and first % block_size == end % block_size == 0
+    if end == 0:
+        assert first == 0 and not queries.any() and (dense == -1).all()
+        return []
+    assert queries.tolist() == [0, 0, len(tokens)]
+    assert np.array_equal(np.flatnonzero(dense >= 0), tokens)
+    assert np.array_equal(dense[tokens], step.index[0].numpy()[tokens])
+    return list(range(first // block_size, end // block_size))
 
 
 def check(plan: DevicePlan, batch: Batch) -> list[list[tuple[list[int], list[int]]]]:
@@ -118,7 +142,7 @@ def check(plan: DevicePlan, batch: Batch) -> list[list[tuple[list[int], list[int
         if made:
             forest.append(tuple(made))
     Forest(tuple(forest), len(batch.table), batch.block_size).validate()
-    last, _ = plan.landed()
+    last, _ = plan.newest()
     saved = sum((len(rows) - 1) * len(blocks) for level in levels for rows, blocks in level)
     assert last.tokens_saved == saved * batch.block_size
     assert last.groups == sum(map(len, levels))
@@ -203,6 +227,30 @@ def test_levels_are_nested(seed: int) -> None:
     for _ in range(2):
         batch = random_batch(rng)
         check(new_plan(batch, max_levels=3), batch)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_dense_group_is_the_one_that_saves_most_of_those_in_a_row(seed: int) -> None:
+    rng = np.random.default_rng(200 + seed)
+    seen = 0
+    for _ in range(4):
+        batch = random_batch(rng)
+        # Some rows of blocks that follow one another, some shared by chance with others.
+        for first, rows in ((50, rng.random(len(batch.table)) < 0.4), (80, batch.table[:, 0] == 1)):
+            width = int(rng.integers(1, batch.table.shape[1] + 1))
+            if rng.random() < 0.7:
+                batch.table[rows, :width] = first + np.arange(width)
+        plan = new_plan(batch, dense=True, max_levels=2)
+        found = check(plan, batch)[0]
+        want = expected(batch)
+        assert sorted(found) == sorted(want)
+        in_a_row = [g for g in want if np.array_equal(np.diff(g[1]), np.ones(len(g[1]) - 1))]
+        step = update(plan, batch)
+        assert bool(step.dense.key_start_loc.any()) == bool(in_a_row)
+        if in_a_row:
+            seen += 1
+            assert found[0] == max(in_a_row, key=lambda g: ((len(g[0]) - 1) * len(g[1]), len(g[0])))
+    assert seen
 
 
 def tenants(rng: np.random.Generator, rows: int) -> Batch:
@@ -309,7 +357,7 @@ def test_totals_grow_and_uncounted_steps_do_not() -> None:
     plan = new_plan(batch)
     for steps in (1, 2):
         update(plan, batch)
-        last, total = plan.landed()
+        last, total = plan.newest()
         assert (total.steps, total.steps_relayed) == (steps, steps)
         assert total.tokens_saved == steps * last.tokens_saved > 0
     starts = torch.arange(7, dtype=torch.int32)
@@ -322,7 +370,7 @@ def test_totals_grow_and_uncounted_steps_do_not() -> None:
         max_seq_len=9,
         count=False,
     )
-    assert plan.landed()[1] == total
+    assert plan.newest()[1] == total
 
 
 def test_steps_of_one_shape_have_one_address() -> None:
@@ -376,7 +424,7 @@ def kernels_on_device(monkeypatch) -> Iterator[list[int]]:
 
 def test_the_host_reads_nothing(kernels_on_device: list[int]) -> None:
     batch = tenants(np.random.default_rng(0), 5)
-    plan = new_plan(batch, max_levels=2)
+    plan = new_plan(batch, max_levels=2, dense=True)
     for name, value in vars(plan.buffers).items():
         object.__setattr__(plan.buffers, name, value.as_subclass(OnDevice))
     starts = torch.arange(6, dtype=torch.int32).as_subclass(OnDevice)
@@ -394,7 +442,7 @@ def test_the_host_reads_nothing(kernels_on_device: list[int]) -> None:
     assert isinstance(step.index, OnDevice)
     # sign, match and score per level, settle
     assert len(kernels_on_device) == 2 + 2 * 2
-    assert plan.landed()[0].groups > 0
+    assert plan.newest()[0].groups > 0
 
 
 @pytest.mark.parametrize(

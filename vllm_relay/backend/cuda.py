@@ -16,7 +16,8 @@ Not yet run on a GPU.
 """
 
 import copy
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,11 +36,18 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm_relay import metrics, plugin
 from vllm_relay.backend import graphs, self_test
 from vllm_relay.config import RelayConfig
-from vllm_relay.ops.device_plan import DevicePlan, Part
+from vllm_relay.ops.device_plan import DensePart, DevicePlan, Part, Report
 from vllm_relay.ops.paged import PagedStep, paged_relay
 
 # Where nothing is shared, every so many steps are planned to find out whether that has changed.
 PROBE_STEPS = 8
+# What a plan found decides over steps that are built so many later. By then the device is done with
+# it, and no rank of a tensor parallel group decides otherwise than the rest: replaying different
+# graphs, they would read each other's buffers.
+HEARD_AFTER = 2
+# vLLM's default of 32 in graphs takes fp32 [splits, heads, tokens, head size]; a group's queries
+# fill more tiles than one row's, so that fewer will do.
+SYSTEM_SPLITS = 16
 # Speculation without a draft model. The builders of a draft model's layers see lengths that move on
 # inside a captured graph, after the plan was made.
 DRAFTS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
@@ -101,20 +109,23 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         self._decode_queries = 1 + (spec_tokens or 0)
         self._most_rows = max(scheduler.max_num_seqs, self.max_cudagraph_size or 0)
         self._most_tokens = self._most_rows * self._decode_queries
-        self._least = self._config.min_saved_tokens
-        # Speculative tokens may lie past the end of the longest sequence.
-        longest = vllm_config.model_config.max_model_len + self._decode_queries
-        self._most_blocks = -(-longest // self.block_size)
+        self._longest = vllm_config.model_config.max_model_len
         mode = self.compilation_config.cudagraph_mode
         # Then graphs are captured for prefills, too, and read the plan.
         self._graphs_of_all = self.use_full_cuda_graph and mode.mixed_mode() == mode.FULL
         # Of the last step that was built: was it planned, was something shared as far as known?
         self.planned = self.shared = False
-        self._resting = 0
+        self._capture = False
+        self._builds = self._resting = 0
+        # Steps planned lately: number of the build, number of the plan.
+        self._pending: deque[tuple[int, int]] = deque()
+        self._last = Report()
+        self._shapes: set[tuple[int, int]] = set()
         self._plan: DevicePlan | None = None
         self._parts: list[FlashAttentionMetadataBuilder] = []
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        impls = [x.impl for x in layers.values() if isinstance(x.impl, RelayImpl)]
+        self._layers = [x for x in layers.values() if isinstance(x.impl, RelayImpl)]
+        impls = [x.impl for x in self._layers]
         self._active = self._decide(vllm_config, impls)
         self._bytes_per_token = sum(
             2 * impl.num_kv_heads * impl.head_size * kv_cache_spec.dtype.itemsize
@@ -124,7 +135,9 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         if self._active:
             metrics.report_at_exit()
             graphs.follow(self)
-            if self.use_full_cuda_graph:
+            if self.use_full_cuda_graph and vllm_config.parallel_config.data_parallel_size == 1:
+                # Ranks of a data parallel group share different things, and must not replay
+                # different graphs where they exchange experts.
                 plugin.add_plain_graphs()
         if self._active and self._config.overlap and self.device.type == "cuda":
             # Here, since streams are not to be made while a graph is captured.
@@ -153,7 +166,14 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         reason = next((name for applies, name in checks if applies), None)
         if reason is None:
             for impl in impls:
-                impl.prepare(self.block_size, spec.dtype, self.device)
+                impl.prepare(
+                    self.device,
+                    block_size=self.block_size,
+                    dtype=spec.dtype,
+                    max_seq_len=self._longest,
+                    max_num_splits=self.max_num_splits,
+                    dense=self._wants_dense(),
+                )
             refusals = {impl.refusal for impl in impls}
             if refusals <= {None}:
                 return bool(impls)
@@ -169,31 +189,37 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> FlashAttentionMetadata:
-        return self._build(common_attn_metadata, fast_build, capture=False)
+        common = common_attn_metadata
+        metadata = super().build(0, common, fast_build)
+        self.planned = self.shared = False
+        if not self._active or not self._covers(common, fast_build):
+            return metadata
+        self._builds += 1
+        self._hear()
+        if self._capture and graphs.capturing_plain():
+            return metadata
+        if not self._capture and not self._is_due():
+            return metadata
+        return RelayMetadata(**vars(metadata), relay=self._plan_step(common))
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> FlashAttentionMetadata:
         """As `build`, for a graph that has to serve steps that share and steps that do not."""
-        return self._build(common_attn_metadata, False, capture=True)
+        self._capture = True
+        try:
+            # Not ours alone: builders of other kinds of attention wrap `build`.
+            return self.build(0, common_attn_metadata)
+        finally:
+            self._capture = False
 
     def build_for_drafting(
         self, common_attn_metadata: Any, draft_index: int
     ) -> FlashAttentionMetadata:
         """vLLM's own: a draft model's steps are short, and its lengths move on unseen."""
-        return super().build(0, common_attn_metadata, fast_build=True)
+        return self.build(0, common_attn_metadata, fast_build=True)
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         """Never: vLLM's own cascade, which it had before 0.32, cannot be in full graphs."""
         return False
-
-    def _build(self, common: Any, fast: bool, capture: bool) -> FlashAttentionMetadata:
-        metadata = super().build(0, common, fast)
-        self.planned = self.shared = False
-        if not self._active or not self._covers(common, fast):
-            return metadata
-        if (capture and graphs.capturing_plain()) or not (capture or self._is_due()):
-            return metadata
-        step = self._plan_step(common, capture)
-        return RelayMetadata(**vars(metadata), relay=step)
 
     def _covers(self, common: Any, fast: bool) -> bool:
         """Whether steps like this one are planned, from what is the same at capture and replay."""
@@ -201,62 +227,83 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         if fast or rows > self._most_rows or common.causal is not True:
             return False
         # The most that a group of so many rows could save.
-        if rows < 2 or (rows - 1) * self._most_blocks * self.block_size < self._least:
+        if rows < 2 or (rows - 1) * self._longest < self._config.min_saved_tokens:
             return False
         if common.max_query_len <= self._decode_queries:
             return common.num_actual_tokens <= self._most_tokens
         return self._graphs_of_all and common.num_actual_tokens <= self.max_cudagraph_size
 
+    def _hear(self) -> None:
+        """Take note of the newest plan that is old enough."""
+        while self._pending and self._pending[0][0] <= self._builds - HEARD_AFTER:
+            assert self._plan is not None  # or nothing would be pending
+            self._last, _ = self._plan.report(self._pending.popleft()[1])
+            metrics.hear_device(self._last)
+
     def _is_due(self) -> bool:
         """Whether to plan a step, where one that is not planned can be run."""
-        if self._plan is None or (self.use_full_cuda_graph and not graphs.have_both()):
+        if self.use_full_cuda_graph and not graphs.have_both():
             return True
-        if self._plan.landed()[0].groups:
+        if self._last.groups:
             self._resting = 0
             return True
-        self._resting = (self._resting + 1) % PROBE_STEPS
-        return self._resting == 0
+        self._resting += 1
+        return self._resting % PROBE_STEPS == 1
 
-    def _plan_step(self, common: Any, capture: bool) -> RelayStep:
+    def _plan_step(self, common: Any) -> RelayStep:
+        rows, tokens = common.num_reqs, common.num_actual_tokens
+        table = common.block_table_tensor[:rows]
         if self._plan is None:
             # Not in __init__: vLLM allocates there in the pool that sleep mode empties.
             with torch.inference_mode(False):  # to be written in and outside of it
-                self._plan = self._make_plan()
-                self._parts = [self._twin() for _ in range(self._config.max_levels + 1)]
-            metrics.follow_device(self._plan.landed, self._bytes_per_token)
-        rows = common.num_reqs
-        last, _ = self._plan.landed()
-        metrics.hear_device(last)
+                self._plan = self._make_plan(table.shape[1])
+                self._parts = [
+                    *(self._twin(SYSTEM_SPLITS) for _ in range(self._config.max_levels)),
+                    self._twin(),
+                ]
+            metrics.follow_device(self._plan.newest, self._bytes_per_token)
         planned = self._plan.update(
-            common.block_table_tensor[:rows, : self._most_blocks],
+            table,
             common.seq_lens[:rows],
             common.query_start_loc[: rows + 1],
-            num_tokens=common.num_actual_tokens,
+            num_tokens=tokens,
             max_query_len=common.max_query_len,
             max_seq_len=common.max_seq_len,
-            count=not capture,
+            count=not self._capture,
         )
+        self._pending.append((self._builds, self._plan.updates - 1))
         *levels, context = (
             self._part(builder, common, part)
             for builder, part in zip(self._parts, [*planned.levels, planned.context], strict=True)
         )
-        self.planned, self.shared = True, capture or last.groups > 0
-        return RelayStep(PagedStep(levels, context, planned.index), self.shared)
+        # Before runner V1 captures a graph it runs the step without telling: the kernels have to be
+        # compiled then, since a module cannot be loaded during a capture.
+        first = self.use_full_cuda_graph and (rows, tokens) not in self._shapes
+        self._shapes.add((rows, tokens))
+        self.planned, self.shared = True, self._capture or first or self._last.groups > 0
+        return RelayStep(replace(planned, levels=levels, context=context), self.shared)
 
-    def _make_plan(self) -> DevicePlan:
+    def _make_plan(self, columns: int) -> DevicePlan:
         return DevicePlan(
             max_rows=self._most_rows,
             max_tokens=self._most_tokens,
-            max_blocks=self._most_blocks,
+            max_blocks=columns,
             block_size=self.block_size,
             min_saved_tokens=self._config.min_saved_tokens,
             max_levels=self._config.max_levels,
+            dense=self._wants_dense() and all(map(_is_dense, self._layers)),
             device=self.device,
         )
 
-    def _twin(self) -> FlashAttentionMetadataBuilder:
+    def _wants_dense(self) -> bool:
+        wanted = self._config.dense
+        return bool(self._config.system_kv.files) if wanted is None else wanted
+
+    def _twin(self, splits: int | None = None) -> FlashAttentionMetadataBuilder:
         """vLLM's builder for one more call per step, with a schedule buffer of its own."""
         twin = copy.copy(self)
+        if splits is not None:
+            twin.max_num_splits = min(self.max_num_splits, splits)
         buffer = getattr(self, "scheduler_metadata", None)
         if buffer is not None:
             twin.scheduler_metadata = torch.zeros_like(buffer)
@@ -303,17 +350,20 @@ class RelayImpl(FlashAttentionImpl):
         )
         return next((name for applies, name in checks if applies), None)
 
-    def prepare(self, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Try the kernels of this layer's shape; the layer is left to vLLM when they fail."""
+    def prepare(self, device: torch.device, **engine: Any) -> None:
+        """Try the kernels of this layer's shape; the layer is left to vLLM when they fail.
+
+        Args:
+            engine: what `self_test.Case` has to know beside the layer.
+        """
         if self.refusal is None:
             case = self_test.Case(
                 num_heads=self.num_heads,
                 num_kv_heads=self.num_kv_heads,
                 head_size=self.head_size,
-                block_size=block_size,
-                dtype=dtype,
                 fa_version=self.vllm_flash_attn_version,
                 softcap=float(self.logits_soft_cap),
+                **engine,
             )
             failures = self_test.run(case, device)
             if failures:
@@ -347,7 +397,7 @@ class RelayImpl(FlashAttentionImpl):
             keys,
             values,
             step.paged,
-            lambda part, q, k, v, out: self._attend(layer, part, q, k, v, out),
+            lambda part, q, k, v, out: self._attend(step, part, q, k, v, out),
             out=output[:tokens],
             # Outside of a graph the host would lose more time with it than the GPU could win.
             side=self.side if _capturing(query) else None,
@@ -356,32 +406,52 @@ class RelayImpl(FlashAttentionImpl):
 
     def _attend(
         self,
-        layer: Any,
-        part: FlashAttentionMetadata,
+        step: RelayStep,
+        part: Any,
         q: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        """One FlashAttention call over the paged cache; writes out and returns LSE ``[Hq, T]``."""
+        """One FlashAttention call over the KV cache; writes out and returns LSE ``[Hq, T]``."""
+        if isinstance(part, DensePart):
+            where = {
+                "cu_seqlens_q": part.query_start_loc,
+                "cu_seqlens_k": part.key_start_loc,
+                "max_seqlen_q": part.max_query_len,
+                "num_splits": step.paged.levels[0].max_num_splits,
+            }
+        else:
+            where = {
+                "cu_seqlens_q": part.query_start_loc,
+                "seqused_k": part.seq_lens,
+                "block_table": part.block_table,
+                "max_seqlen_q": part.max_query_len,
+                "scheduler_metadata": part.scheduler_metadata,
+                "num_splits": part.max_num_splits,
+            }
         return flash_attn.flash_attn_varlen_func(
             q=q,
             k=keys,
             v=values,
             out=out,
-            cu_seqlens_q=part.query_start_loc,
-            max_seqlen_q=part.max_query_len,
-            seqused_k=part.seq_lens,
             max_seqlen_k=part.max_seq_len,
             softmax_scale=self.scale,
             causal=part.causal,
-            block_table=part.block_table,
             softcap=self.logits_soft_cap,
-            scheduler_metadata=part.scheduler_metadata,
             fa_version=self.vllm_flash_attn_version,
-            num_splits=part.max_num_splits,
             return_softmax_lse=True,
+            **where,
         )[1]
+
+
+def _is_dense(layer: Any) -> bool:
+    """Whether the tokens of block b + 1 follow those of block b in a layer's KV cache."""
+    cache = layer.kv_cache
+    if not isinstance(cache, torch.Tensor) or cache.dim() != 4:
+        return False
+    # [blocks, Hkv, block_size, 2 * D]
+    return bool(cache.stride(0) == cache.shape[2] * cache.stride(2))
 
 
 def _capturing(x: torch.Tensor) -> bool:

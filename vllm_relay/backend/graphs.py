@@ -55,6 +55,7 @@ def wrap(manager: Any) -> None:
     @functools.wraps(stock_capture)
     def capture(self: Any, *args: Any, **kwargs: Any) -> Any:
         global _plain, _both
+        self._relay_plain_graphs = {}
         result = stock_capture(self, *args, **kwargs)
         full = {mode: descs for mode, descs in self._capture_descs.items() if mode.name == "FULL"}
         # While vLLM measures what graphs cost, it counts them.

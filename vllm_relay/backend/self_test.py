@@ -7,13 +7,14 @@ and merged ones are wrong without an error. Not yet run on a GPU.
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.v1.attention.backends import flash_attn
 
-from vllm_relay.ops.device_plan import DevicePlan, Part
+from vllm_relay.ops.device_plan import DensePart, DevicePlan, Part
 from vllm_relay.ops.paged import paged_relay
 
 # Of values of about 1: two roundings of a partial to bfloat16 (2**-9 each), with room.
@@ -26,7 +27,12 @@ ROWS = (("a", 5, 37), ("b", 3, 1), ("a", 5, 80), ("", 0, 50), ("a", 5, 1), ("b",
 
 @dataclass(frozen=True)
 class Case:
-    """What the kernels depend on; names as in vLLM's FlashAttentionImpl."""
+    """What the kernels depend on; names as in vLLM's FlashAttentionImpl and its builder.
+
+    Attributes:
+        max_seq_len: upper bound of lengths that calls are given. max_num_splits: as in full CUDA
+            graphs; 0 for none. dense: whether one group may be attended as dense KV.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -35,6 +41,9 @@ class Case:
     dtype: torch.dtype
     fa_version: int
     softcap: float = 0.0
+    max_seq_len: int = 0
+    max_num_splits: int = 0
+    dense: bool = False
 
 
 @cache
@@ -45,10 +54,10 @@ def run(case: Case, device: torch.device) -> tuple[str, ...]:
         What is wrong, a line each; empty when all is well. An exception is a failure, too.
     """
     failures: list[str] = []
-    # One query per row, several, and batches whose sizes Triton compiles kernels of their own for.
-    for queries, repeat in ((1, 1), (3, 1), (1, 8)):
+    # One query per row and several, FlashAttention left alone and told how to split as in graphs.
+    for queries, repeat, splits in ((1, 1, 0), (3, 1, 0), (1, 8, case.max_num_splits)):
         try:
-            failures += _try(case, device, queries, ROWS * repeat)
+            failures += _try(case, device, queries, ROWS * repeat, splits)
         except Exception as error:
             failures.append(f"{type(error).__name__}: {str(error).splitlines()[:1]}")
         if failures:
@@ -56,7 +65,9 @@ def run(case: Case, device: torch.device) -> tuple[str, ...]:
     return tuple(dict.fromkeys(failures))
 
 
-def _try(case: Case, device: torch.device, queries: int, rows: tuple[Any, ...]) -> list[str]:
+def _try(
+    case: Case, device: torch.device, queries: int, rows: tuple[Any, ...], splits: int
+) -> list[str]:
     generator = torch.Generator().manual_seed(len(rows) + queries)
     size = case.block_size
     lens = [shared * size + own + queries for _, shared, own in rows]
@@ -79,7 +90,12 @@ def _try(case: Case, device: torch.device, queries: int, rows: tuple[Any, ...]) 
         torch.tensor(x, dtype=torch.int32, device=device) for x in (table, lens, starts)
     )
     plan = DevicePlan(
-        max_rows=len(lens), max_tokens=tokens, max_blocks=columns, block_size=size, device=device
+        max_rows=len(lens),
+        max_tokens=tokens,
+        max_blocks=columns,
+        block_size=size,
+        dense=case.dense,
+        device=device,
     )
     step = plan.update(
         block_table,
@@ -87,11 +103,13 @@ def _try(case: Case, device: torch.device, queries: int, rows: tuple[Any, ...]) 
         query_start_loc,
         num_tokens=tokens,
         max_query_len=queries,
-        max_seq_len=max(lens),
+        max_seq_len=max(*lens, case.max_seq_len),
     )
     failures: list[str] = []
 
-    def attend(part: Part, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> Tensor:
+    def attend(
+        part: Part | DensePart, q: Tensor, keys: Tensor, values: Tensor, out: Tensor
+    ) -> Tensor:
         lse: Tensor = flash_attn.flash_attn_varlen_func(
             q=q,
             k=keys,
@@ -99,14 +117,14 @@ def _try(case: Case, device: torch.device, queries: int, rows: tuple[Any, ...]) 
             out=out,
             cu_seqlens_q=part.query_start_loc,
             max_seqlen_q=part.max_query_len,
-            seqused_k=part.seq_lens,
             max_seqlen_k=part.max_seq_len,
             softmax_scale=case.head_size**-0.5,
             causal=part.causal,
-            block_table=part.block_table,
             softcap=case.softcap,
             fa_version=case.fa_version,
             return_softmax_lse=True,
+            num_splits=splits,
+            **_keys_of(case, part, splits),
         )[1]
         name = "context attention" if part.causal else "system attention"
         failures.extend(_wrong_part(case, name, part, (q, keys, values), out, lse))
@@ -126,6 +144,30 @@ def _try(case: Case, device: torch.device, queries: int, rows: tuple[Any, ...]) 
     return failures
 
 
+def _keys_of(case: Case, part: Part | DensePart, splits: int) -> dict[str, Any]:
+    """Which keys a call attends to, with a schedule where vLLM would make one."""
+    if isinstance(part, DensePart):
+        return {"cu_seqlens_k": part.key_start_loc}
+    keys: dict[str, Any] = {"seqused_k": part.seq_lens, "block_table": part.block_table}
+    if case.fa_version == 3 and splits:
+        keys["scheduler_metadata"] = flash_attn.get_scheduler_metadata(
+            batch_size=len(part.seq_lens),
+            max_seqlen_q=part.max_query_len,
+            max_seqlen_k=part.max_seq_len,
+            num_heads_q=case.num_heads,
+            num_heads_kv=case.num_kv_heads,
+            headdim=case.head_size,
+            cache_seqlens=part.seq_lens,
+            qkv_dtype=case.dtype,
+            cu_seqlens_q=part.query_start_loc,
+            page_size=case.block_size,
+            causal=part.causal,
+            window_size=(-1, -1),
+            num_splits=splits,
+        )
+    return keys
+
+
 def _blocks(rows: tuple[Any, ...], columns: int) -> tuple[list[list[int]], int]:
     """Block table of the rows and one of padding, and how many blocks there are; 0 is none's."""
     shared: dict[str, list[int]] = {}
@@ -141,7 +183,12 @@ def _blocks(rows: tuple[Any, ...], columns: int) -> tuple[list[list[int]], int]:
 
 
 def _wrong_part(
-    case: Case, name: str, part: Part, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor
+    case: Case,
+    name: str,
+    part: Part | DensePart,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
 ) -> list[str]:
     exact, exact_lse = _exact(case, part, *qkv)
     if lse.shape != exact_lse.shape or lse.dtype != torch.float32:
@@ -153,8 +200,8 @@ def _wrong_part(
     failures = _wrong(f"{name}, LSE", lse[seen], exact_lse[seen], LSE_LIMIT)
     failures += _wrong(name, out.where(attended, 0), exact.where(attended, 0), OUT_LIMIT)
     owned = torch.zeros_like(seen)
-    for begin, end in zip(part.query_start_loc[:-1], part.query_start_loc[1:], strict=True):
-        owned[:, int(begin) : int(end)] = True
+    for begin, end in pairwise(part.query_start_loc.tolist()):
+        owned[:, begin:end] = True
     if bool((empty & owned[~seen]).any()):
         failures.append(f"{name}: an LSE that is finite where nothing was attended")
     return failures
@@ -168,28 +215,30 @@ def _wrong(name: str, got: Tensor, exact: Tensor, limit: float) -> list[str]:
 
 
 def _exact(
-    case: Case, part: Part, q: Tensor, keys: Tensor, values: Tensor
+    case: Case, part: Part | DensePart, q: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The call in plain torch and float64, sequence by sequence: out [T, Hq, D], lse [Hq, T]."""
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     lse = torch.full(q.shape[1::-1], -torch.inf, dtype=torch.float64, device=q.device)
-    starts, lens = part.query_start_loc.tolist(), part.seq_lens.tolist()
-    for row, length in enumerate(lens):
-        begin, end = starts[row], starts[row + 1]
-        if begin == end or length == 0:
+    starts = part.query_start_loc.tolist()
+    for row, (begin, end) in enumerate(pairwise(starts)):
+        if isinstance(part, DensePart):
+            first, last = part.key_start_loc[row : row + 2].tolist()
+            chosen = (keys[first:last], values[first:last])
+        else:
+            last = int(part.seq_lens[row])
+            ids = part.block_table[row, : -(-last // case.block_size)].long()
+            chosen = (keys[ids].flatten(0, 1)[:last], values[ids].flatten(0, 1)[:last])
+        if begin == end or not len(chosen[0]):
             continue
-        ids = part.block_table[row, : -(-length // case.block_size)].long()
         group = case.num_heads // case.num_kv_heads
-        k, v = (
-            cache[ids].flatten(0, 1)[:length].double().repeat_interleave(group, 1)
-            for cache in (keys, values)
-        )
+        k, v = (x.double().repeat_interleave(group, 1) for x in chosen)
         scores = torch.einsum("thd,shd->hts", q[begin:end].double(), k) * case.head_size**-0.5
         if case.softcap:
             scores = torch.tanh(scores / case.softcap) * case.softcap
         if part.causal:
-            hidden = torch.ones(end - begin, length, dtype=torch.bool, device=q.device)
-            scores.masked_fill_(hidden.triu(length - (end - begin) + 1), -torch.inf)
+            hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device)
+            scores.masked_fill_(hidden.triu(len(k) - (end - begin) + 1), -torch.inf)
         lse[:, begin:end] = torch.logsumexp(scores, -1)
         out[begin:end] = torch.einsum("hts,shd->thd", torch.softmax(scores, -1), v)
     return out, lse

@@ -13,6 +13,9 @@ from torch import Tensor
 from vllm_relay.ops import checks
 from vllm_relay.ops.paged import PagedStep
 
+# Reports that are kept on the host.
+_REPORTS = 3
+
 
 @dataclass(frozen=True)
 class Part:
@@ -32,6 +35,26 @@ class Part:
     max_query_len: int
     max_seq_len: int
     causal: bool
+
+
+@dataclass(frozen=True)
+class DensePart:
+    """One group over keys that follow one another, as `flash_attn_varlen_func` without blocks.
+
+    Of two sequences the second is the group. The first has no query: it stands for the keys before
+    the group's, so that these begin anywhere in a cache seen as one sequence of tokens.
+
+    Attributes:
+        query_start_loc, key_start_loc: int32 [3]; [0, 0, queries] and [0, begin, end]. All 0 where
+            no group has such keys.
+        max_query_len, max_seq_len: upper bounds known on the host.
+    """
+
+    query_start_loc: Tensor
+    key_start_loc: Tensor
+    max_query_len: int
+    max_seq_len: int
+    causal: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +98,7 @@ class DevicePlan:
         block_size: int,
         min_saved_tokens: int = 0,
         max_levels: int = 1,
+        dense: bool = False,
         device: torch.device | str,
     ) -> None:
         """Allocate for the largest step.
@@ -86,6 +110,8 @@ class DevicePlan:
             min_saved_tokens: a group is one when it saves at least so many KV token reads per step
                 and layer, (members - 1) * tokens of its segment.
             max_levels: levels of nested groups to look for.
+            dense: attend the group that saves most of those whose blocks follow one another in
+                memory as dense KV; for caches where block b is tokens b * block_size and on.
 
         Raises:
             ValueError: an argument out of range, by name.
@@ -104,17 +130,27 @@ class DevicePlan:
         from vllm_relay.ops.triton import plan
 
         self.max_rows, self.max_tokens, self.max_blocks = max_rows, max_tokens, max_blocks
-        self.block_size, self.max_levels = block_size, max_levels
+        self.block_size, self.max_levels, self.dense = block_size, max_levels, dense
         self._min_saved_blocks = -(-min_saved_tokens // block_size)
         self._make_plan = plan.make_plan
         self.max_groups = self.groups_of(max_rows)
         self.buffers = plan.PlanBuffers.make(
-            max_rows, max_tokens, max_blocks, self.max_groups, max_levels, torch.device(device)
+            max_rows,
+            max_tokens,
+            max_blocks,
+            self.max_groups,
+            max_levels,
+            dense,
+            torch.device(device),
         )
-        # Page-locked, so that a copy into it is asynchronous and the host reads it without waiting.
-        self._landed = torch.zeros(
-            self.buffers.report.shape, dtype=torch.int64, pin_memory=self.buffers.report.is_cuda
-        )
+        # Page-locked, so that copies into them are asynchronous.
+        cuda = self.buffers.report.is_cuda
+        self._reports = [
+            torch.zeros(self.buffers.report.shape, dtype=torch.int64, pin_memory=cuda)
+            for _ in range(_REPORTS)
+        ]
+        self._copied = [torch.cuda.Event() if cuda else None for _ in range(_REPORTS)]
+        self._updates = 0
 
     def groups_of(self, rows: int) -> int:
         """Most groups that a level of ``rows`` requests can have: two members each, each paying."""
@@ -143,7 +179,7 @@ class DevicePlan:
             query_start_loc: int32 [R + 1]; flat for padding.
             num_tokens: query tokens of the step, with padding that belongs to no row.
             max_query_len, max_seq_len: upper bounds, for the parts.
-            count: whether the step enters the totals of `landed`.
+            count: whether the step enters the totals of `report`.
 
         Returns:
             The step, of `Part`. Its tensors are views of this plan's buffers, which the next call
@@ -174,7 +210,12 @@ class DevicePlan:
             min_saved_blocks=self._min_saved_blocks,
             count=count,
         )
-        self._landed.copy_(self.buffers.report, non_blocking=True)
+        slot = self._updates % _REPORTS
+        self._reports[slot].copy_(self.buffers.report, non_blocking=True)
+        event = self._copied[slot]
+        if event is not None and not torch.cuda.is_current_stream_capturing():
+            event.record()
+        self._updates += 1
         groups, b = self.groups_of(rows), self.buffers
         return PagedStep(
             levels=[
@@ -198,6 +239,9 @@ class DevicePlan:
                 causal=True,
             ),
             index=b.index[:, :num_tokens],
+            dense=DensePart(b.dense[0], b.dense[1], num_tokens, max_seq_len)
+            if self.dense
+            else None,
         )
 
     def _check(self, name: str, x: Tensor, want: tuple[int, ...], layout: str) -> None:
@@ -208,14 +252,33 @@ class DevicePlan:
         if x.stride(-1) != 1:
             raise ValueError(f"{name}: expected a dense last dimension, got strides {x.stride()}")
 
-    def landed(self) -> tuple[Report, Report]:
-        """The last step that the host has heard of, and all counted steps up to it.
+    @property
+    def updates(self) -> int:
+        """How many steps were planned."""
+        return self._updates
 
-        Reads page-locked memory that copies on the stream write: no wait, a step or two behind.
+    def report(self, update: int) -> tuple[Report, Report]:
+        """The numbers of one planned step, and of all counted steps up to it.
+
+        Waits for its plan: for one of a step before the last the device is done with, no time.
+
+        Args:
+            update: from 0 on; one of the last three.
+
+        Raises:
+            ValueError: there was no such update, or it is too long ago.
         """
-        numbers = self._landed.tolist()
+        if not max(0, self._updates - _REPORTS) <= update < self._updates:
+            raise ValueError(f"update: {update} is not one of the last {_REPORTS} before now")
+        if (event := self._copied[update % _REPORTS]) is not None:
+            event.synchronize()
+        numbers = self._reports[update % _REPORTS].tolist()
         n = (len(numbers) - 2) // 2
         groups, requests, shared, saved, stock = numbers[:n]
         last = Report(groups, requests, shared, saved, stock, 1, int(groups > 0))
         groups, requests, shared, saved, stock = numbers[-n:]
         return last, Report(groups, requests, shared, saved, stock, numbers[n], numbers[n + 1])
+
+    def newest(self) -> tuple[Report, Report]:
+        """`report` of the last planned step; waits for it."""
+        return self.report(self._updates - 1) if self._updates else (Report(), Report())

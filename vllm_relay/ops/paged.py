@@ -23,12 +23,15 @@ class PagedStep:
         levels: one part per level, for system attention; in `DevicePlan`'s terms, or whatever
             describes the same call to `Attend`.
         context: the part of context attention.
-        index: int32 [levels, T], see `DevicePlan`.
+        index: int32 [levels (+ 1 with `dense`), T], places of the tokens in the order of each
+            level, and of level 0 once more for those that are in the dense group; -1: none.
+        dense: the part of a group of level 0 whose keys follow one another in memory.
     """
 
     levels: Sequence[Any]
     context: Any
     index: Tensor
+    dense: Any | None = None
 
 
 def paged_relay(
@@ -52,7 +55,8 @@ def paged_relay(
         k_cache, v_cache: [num_blocks, block_size, Hkv, D], as ``attend`` takes them.
         step: from `DevicePlan.update`.
         attend: a variable-length attention over the paged cache that writes its out and returns its
-            LSE; for tokens of no sequence it need write neither.
+            LSE; for tokens of no sequence it need write neither. For ``step.dense`` it gets the
+            caches as [num_blocks * block_size, Hkv, D].
         out: [T, Hq, D], bf16, fp16 or fp32; written in place.
         side: run system attention on this stream, beside context attention. It must be a stream
             that nothing else uses.
@@ -65,12 +69,16 @@ def paged_relay(
     from vllm_relay.ops.triton.gather import gather_rows
 
     def system() -> tuple[list[Tensor], list[Tensor]]:
-        outs = [torch.empty_like(out) for _ in step.levels]
-        queries = gather_rows(q, step.index)
+        outs = [torch.empty_like(out) for _ in step.index]
+        queries = gather_rows(q, step.index[: len(step.levels)])
         lses = [
             attend(part, queries[level], k_cache, v_cache, outs[level])
             for level, part in enumerate(step.levels)
         ]
+        if step.dense is not None:
+            # Views: a cache where blocks do not follow one another raises.
+            k, v = (cache.view(-1, *cache.shape[2:]) for cache in (k_cache, v_cache))
+            lses.append(attend(step.dense, queries[0], k, v, outs[-1]))
         return outs, lses
 
     if side is None:

@@ -13,7 +13,8 @@ from torch import Tensor
 from vllm_relay.ops import checks
 
 
-@triton.jit
+# No kernel of its own for a number of tokens: graphs of all sizes are captured with one.
+@triton.jit(do_not_specialize=["index_stride", "num_tokens"])
 def _gather_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [T, H, D]
     out_ptr,  # [n, T, H, D], dense

@@ -34,7 +34,7 @@ CHUNK_COLUMNS = 256
 STATS = 5
 
 # These change with every step: no kernel is compiled anew for a value of them.
-_HOST_NUMBERS = ["num_rows", "num_columns", "num_tokens", "min_saved", "num_groups"]
+_HOST_NUMBERS = ["num_rows", "num_columns", "num_tokens", "min_saved", "num_groups", "count"]
 
 
 @triton.constexpr_function
@@ -82,7 +82,8 @@ def _sign_kernel(  # type: ignore[no-untyped-def]
     depth_ptr,  # [R]
     hash_ptr,  # [CHECKPOINTS, R]
     best_ptr,  # [LEVELS, R]
-    index_ptr,  # [LEVELS, T]
+    run_ptr,  # [R]
+    index_ptr,  # [LEVELS + DENSE, T]
     report_ptr,  # [STATS + ...]
     table_stride,
     row_stride,
@@ -92,6 +93,7 @@ def _sign_kernel(  # type: ignore[no-untyped-def]
     num_tokens,
     BLOCK_SIZE: tl.constexpr,
     LEVELS: tl.constexpr,
+    DENSE: tl.constexpr,
     CHECKPOINTS: tl.constexpr,
     STATS: tl.constexpr,
     CHUNK_C: tl.constexpr,
@@ -103,6 +105,7 @@ def _sign_kernel(  # type: ignore[no-untyped-def]
     lane = tl.arange(0, CHUNK_C)
     for level in tl.static_range(LEVELS):
         tl.store(best_ptr + level * row_stride + row, tl.full([], 0, tl.int64))
+    for level in tl.static_range(LEVELS + DENSE):
         for base in range(row * CHUNK_C, num_tokens, num_rows * CHUNK_C):
             at = index_ptr + level * token_stride + base + lane
             tl.store(at, tl.full([CHUNK_C], -1, tl.int32), mask=base + lane < num_tokens)
@@ -135,6 +138,16 @@ def _sign_kernel(  # type: ignore[no-untyped-def]
         value = tl.where(depth >= columns, value, 0)
         tl.store(hash_ptr + i * row_stride + row, value)
     tl.store(depth_ptr + row, depth)
+    if DENSE:
+        # Leading blocks that follow one another in memory.
+        run = depth
+        first = tl.load(blocks_ptr)
+        for base in range(0, depth, CHUNK_C):
+            at = base + lane
+            block = tl.load(blocks_ptr + at, mask=at < depth, other=0)
+            apart = (at < depth) & (block != first + at)
+            run = tl.minimum(run, tl.min(tl.where(apart, at, num_columns)))
+        tl.store(run_ptr + row, run)
 
 
 @triton.jit(do_not_specialize=_HOST_NUMBERS)
@@ -247,6 +260,24 @@ def _score_kernel(  # type: ignore[no-untyped-def]
             tl.atomic_max(best_ptr + here + leader, packed)
 
 
+@triton.jit
+def _most_saving_run(best_ptr, run_ptr, leader, num_rows, min_saved):  # type: ignore[no-untyped-def]
+    """The most that a group of these leaders saves whose blocks follow one another, and whose."""
+    best = tl.load(best_ptr + leader, mask=leader < num_rows, other=0)
+    depth = (0x7FFFFFFF - (best & 0xFFFFFFFF)).to(tl.int32)
+    run = tl.load(run_ptr + leader, mask=leader < num_rows, other=0)
+    kept = (best > 0) & (best >> 32 >= min_saved) & (run >= depth)
+    best = tl.where(kept, best, 0)
+    top = tl.max(best)
+    return top, tl.min(tl.where(kept & (best == top), leader, num_rows))
+
+
+@triton.jit
+def _place(leader, dense):  # type: ignore[no-untyped-def]
+    """What groups are ordered by: their leaders, the dense group's first."""
+    return tl.where(leader == dense, -1, leader)
+
+
 @triton.jit(do_not_specialize=_HOST_NUMBERS)
 def _settle_kernel(  # type: ignore[no-untyped-def]
     table_ptr,  # [R, M]
@@ -255,10 +286,12 @@ def _settle_kernel(  # type: ignore[no-untyped-def]
     leader_ptr,  # [LEVELS, R]
     common_ptr,  # [LEVELS, R]
     best_ptr,  # [LEVELS, R]
+    run_ptr,  # [R]
     cu_tokens_ptr,  # [LEVELS, G + 1]
     segment_lens_ptr,  # [LEVELS, G]
     segment_table_ptr,  # [LEVELS, G, M]
-    index_ptr,  # [LEVELS, T]
+    index_ptr,  # [LEVELS + DENSE, T]
+    dense_ptr,  # [2, 3]
     context_table_ptr,  # [R, M]
     context_lens_ptr,  # [R]
     report_ptr,  # [STATS + 2 + STATS]
@@ -273,10 +306,11 @@ def _settle_kernel(  # type: ignore[no-untyped-def]
     num_columns,
     num_groups,
     min_saved,
+    count,
     BLOCK_SIZE: tl.constexpr,
     LEVELS: tl.constexpr,
+    DENSE: tl.constexpr,
     STATS: tl.constexpr,
-    COUNT: tl.constexpr,
     CHUNK_R: tl.constexpr,
     CHUNK_C: tl.constexpr,
 ):
@@ -293,8 +327,21 @@ def _settle_kernel(  # type: ignore[no-untyped-def]
             leader_ptr + above, common_ptr + above, best_ptr + above, row, row >= 0, min_saved
         )
 
+    # The leader of the group that is attended as dense KV, if any: of the outermost level, and of
+    # groups whose blocks follow one another the one that saves most. Its group comes first.
+    dense = tl.full([], -2, tl.int32)
+    if DENSE and level == 0:
+        most = tl.full([], 0, tl.int64)
+        for base in range(0, num_rows, CHUNK_R):
+            other = base + tl.arange(0, CHUNK_R)
+            top, at = _most_saving_run(best_ptr, run_ptr, other, num_rows, min_saved)
+            if top > most:
+                most = top
+                dense = at
+
     before = tl.full([], 0, tl.int32)  # queries of rows ahead of this one
     begin = tl.full([], 0, tl.int32)  # and of the groups ahead of its group
+    members = tl.full([], 0, tl.int32)  # and of its group
     total = tl.full([], 0, tl.int32)
     rank = tl.full([], 0, tl.int32)
     groups = tl.full([], 0, tl.int32)
@@ -311,17 +358,17 @@ def _settle_kernel(  # type: ignore[no-untyped-def]
         grouped = theirs >= 0
         queries = tl.load(starts_ptr + other + 1, mask=grouped, other=0)
         queries -= tl.load(starts_ptr + other, mask=grouped, other=0)
-        ahead = grouped & (theirs < leader)
+        same = grouped & (theirs == leader)
+        ahead = grouped & (_place(theirs, dense) < _place(leader, dense))
         begin += tl.sum(tl.where(ahead, queries, 0))
-        before += tl.sum(
-            tl.where(ahead | (grouped & (theirs == leader) & (other < row)), queries, 0)
-        )
+        members += tl.sum(tl.where(same, queries, 0))
+        before += tl.sum(tl.where(ahead | (same & (other < row)), queries, 0))
         total += tl.sum(queries)
         rows += tl.sum(grouped.to(tl.int32))
         # Here `other` is a leader, which need not be a member of its group.
         best = tl.load(best_ptr + here + other, mask=ok, other=0)
         kept = (best > 0) & (best >> 32 >= min_saved)
-        rank += tl.sum((kept & (other < leader)).to(tl.int32))
+        rank += tl.sum((kept & (_place(other, dense) < _place(leader, dense))).to(tl.int32))
         groups += tl.sum(kept.to(tl.int32))
         if row == 0:
             behind = tl.zeros([CHUNK_R], tl.int32)
@@ -343,11 +390,23 @@ def _settle_kernel(  # type: ignore[no-untyped-def]
         for base in range(0, queries, CHUNK_C):
             at = index_ptr + level * token_stride + first + base + lane
             tl.store(at, before + base + lane, mask=base + lane < queries)
+            if DENSE and leader == dense:
+                at = index_ptr + LEVELS * token_stride + first + base + lane
+                tl.store(at, before + base + lane, mask=base + lane < queries)
         if before == begin:
             # The first member writes for its group: any member's blocks are the group's.
             group = level * group_stride + rank
             tl.store(cu_tokens_ptr + level * cu_stride + rank, begin)
-            tl.store(segment_lens_ptr + group, (depth - start) * BLOCK_SIZE)
+            length = (depth - start) * BLOCK_SIZE
+            if DENSE and leader == dense:
+                # A sequence without queries stands for all keys before the segment's.
+                key = tl.load(blocks_ptr) * BLOCK_SIZE
+                for i in tl.static_range(4):
+                    tl.store(dense_ptr + i, tl.where(i == 2, members, 0))
+                tl.store(dense_ptr + 4, key)
+                tl.store(dense_ptr + 5, key + length)
+                length = tl.full([], 0, tl.int32)
+            tl.store(segment_lens_ptr + group, length)
             segment_ptr = segment_table_ptr + group.to(tl.int64) * segment_stride - start
             for base in range(start, depth, CHUNK_C):
                 ok = base + lane < depth
@@ -358,6 +417,10 @@ def _settle_kernel(  # type: ignore[no-untyped-def]
         tl.store(cu_tokens_ptr + level * cu_stride + row, total)
         if row < num_groups:
             tl.store(segment_lens_ptr + level * group_stride + row, 0)
+
+    if DENSE and (row == 0) & (level == 0) & (dense < 0):
+        for i in tl.static_range(6):
+            tl.store(dense_ptr + i, tl.full([], 0, tl.int32))
 
     if level == 0:
         covered = tl.full([], 0, tl.int32)
@@ -378,22 +441,21 @@ def _settle_kernel(  # type: ignore[no-untyped-def]
 
     if row == 0:
         outer = level == 0
-        _report(report_ptr, 0, groups.to(tl.int64), STATS, COUNT)
-        _report(report_ptr, 1, tl.where(outer, rows, 0).to(tl.int64), STATS, COUNT)
-        _report(report_ptr, 2, shared * BLOCK_SIZE, STATS, COUNT)
-        _report(report_ptr, 3, saved * BLOCK_SIZE, STATS, COUNT)
-        _report(report_ptr, 4, tl.where(outer, stock, 0), STATS, COUNT)
-        if COUNT and outer:
-            tl.atomic_add(report_ptr + STATS, tl.full([], 1, tl.int64))
-            tl.atomic_add(report_ptr + STATS + 1, (groups > 0).to(tl.int64))
+        _report(report_ptr, 0, groups.to(tl.int64), count, STATS)
+        _report(report_ptr, 1, tl.where(outer, rows, 0).to(tl.int64), count, STATS)
+        _report(report_ptr, 2, shared * BLOCK_SIZE, count, STATS)
+        _report(report_ptr, 3, saved * BLOCK_SIZE, count, STATS)
+        _report(report_ptr, 4, tl.where(outer, stock, 0), count, STATS)
+        steps = tl.where(outer, count, 0).to(tl.int64)
+        tl.atomic_add(report_ptr + STATS, steps)
+        tl.atomic_add(report_ptr + STATS + 1, tl.where(groups > 0, steps, 0))
 
 
 @triton.jit
-def _report(report_ptr, item, value, STATS: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _report(report_ptr, item, value, count, STATS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Add to a number of this step and, where counted, to its total over all steps."""
     tl.atomic_add(report_ptr + item, value)
-    if COUNT:
-        tl.atomic_add(report_ptr + STATS + 2 + item, value)
+    tl.atomic_add(report_ptr + STATS + 2 + item, value * count)
 
 
 @dataclass(frozen=True, eq=False)
@@ -407,7 +469,10 @@ class PlanBuffers:
         best: int64 [levels, R], the group that a row leads, packed as in `_score_kernel`.
         cu_tokens: int32 [levels, G + 1], where each group begins in the order of its level.
         segment_lens: int32 [levels, G], tokens. segment_table: int32 [levels, G, M].
-        index: int32 [levels, T], a token's place in the order of the level; -1: in no group.
+        run: int32 [R], leading blocks that follow one another in memory.
+        index: int32 [levels (+ 1 for dense), T], a token's place in the order of the level, the
+            last for level 0 once more; -1: in no group, or not in the dense one.
+        dense: int32 [2, 3], as in `DensePart`.
         context_table: int32 [R, M], context_lens: int32 [R]: what is behind a row's segments.
         report: int64 [2 * STATS + 2], see `STATS`.
     """
@@ -420,14 +485,23 @@ class PlanBuffers:
     cu_tokens: Tensor
     segment_lens: Tensor
     segment_table: Tensor
+    run: Tensor
     index: Tensor
+    dense: Tensor
     context_table: Tensor
     context_lens: Tensor
     report: Tensor
 
     @classmethod
     def make(
-        cls, rows: int, tokens: int, columns: int, groups: int, levels: int, device: torch.device
+        cls,
+        rows: int,
+        tokens: int,
+        columns: int,
+        groups: int,
+        levels: int,
+        dense: bool,
+        device: torch.device,
     ) -> "PlanBuffers":
         """All zeros: block 0 exists, so that what is never written is never out of bounds."""
 
@@ -443,7 +517,9 @@ class PlanBuffers:
             cu_tokens=zeros(levels, groups + 1),
             segment_lens=zeros(levels, groups),
             segment_table=zeros(levels, groups, columns),
-            index=zeros(levels, tokens),
+            run=zeros(rows),
+            index=zeros(levels + dense, tokens),
+            dense=zeros(2, 3),
             context_table=zeros(rows, columns),
             context_lens=zeros(rows),
             report=zeros(2 * STATS + 2, dtype=torch.int64),
@@ -466,6 +542,7 @@ def make_plan(
     b = buffers
     rows, columns = block_table.shape
     levels = b.leader.shape[0]
+    dense = b.index.shape[0] - levels
     # The buffers may be wider than this table.
     depths = checkpoints(columns)
     # A group saves something, or it is none.
@@ -483,6 +560,7 @@ def make_plan(
         b.depth,
         b.hashes,
         b.best,
+        b.run,
         b.index,
         b.report,
         block_table.stride(0),
@@ -493,6 +571,7 @@ def make_plan(
         num_tokens,
         BLOCK_SIZE=block_size,
         LEVELS=levels,
+        DENSE=dense,
         CHECKPOINTS=depths,
         STATS=STATS,
         CHUNK_C=CHUNK_COLUMNS,
@@ -533,10 +612,12 @@ def make_plan(
         b.leader,
         b.common,
         b.best,
+        b.run,
         b.cu_tokens,
         b.segment_lens,
         b.segment_table,
         b.index,
+        b.dense,
         b.context_table,
         b.context_lens,
         b.report,
@@ -551,9 +632,10 @@ def make_plan(
         columns,
         num_groups,
         least,
+        int(count),
         BLOCK_SIZE=block_size,
         LEVELS=levels,
+        DENSE=dense,
         STATS=STATS,
-        COUNT=count,
         **chunk,
     )
