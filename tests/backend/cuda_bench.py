@@ -11,6 +11,7 @@ from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from benchmarks.random_model import write_random_model
@@ -145,9 +146,7 @@ class Bench:
         metadata = cuda.FlashAttentionMetadataBuilder.build(self.builder._twin(), 0, common)
         out = torch.full_like(q, torch.nan)
         attention = self.layers[layer]
-        cuda.FlashAttentionImpl.forward(
-            attention.impl, attention, q, q, q, self.cache, metadata, out
-        )
+        FlashAttentionImpl.forward(attention.impl, attention, q, q, q, self.cache, metadata, out)
         return out
 
 

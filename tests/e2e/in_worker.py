@@ -84,7 +84,7 @@ PLANTS = {
     "context-lse": ("cpu", "attend_with_lse", _wrong_context_lse),
     "block": ("cpu", "system_attention", _skipped_block),
     "layout": ("cpu", "system_attention", _wrong_layout),
-    "paged-lse": ("cuda", "paged_relay", _wrong_paged_lse),
+    "paged-lse": ("cuda_impl", "paged_relay", _wrong_paged_lse),
 }
 
 
