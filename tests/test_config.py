@@ -26,6 +26,10 @@ def test_values_are_taken_over() -> None:
         ({"max_copy_gib": "2"}, "relay.max_copy_gib must be a number >= 0, got '2'"),
         ({"max_copy_gib": float("nan")}, "relay.max_copy_gib must be a number >= 0, got nan"),
         ({"enabled": 1}, "relay.enabled must be true or false, got 1"),
+        ({"enabled": None}, "relay.enabled must be true or false, got None"),
+        ({"overlap": "no"}, "relay.overlap must be true or false, got 'no'"),
+        ({"dense": 1}, "relay.dense must be true or false, got 1"),
+        ({"max_levels": 0}, "relay.max_levels must be a whole number >= 1, got 0"),
         ([], r"additional_config\['relay'\] must be a mapping"),
     ],
 )

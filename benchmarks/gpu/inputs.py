@@ -1,7 +1,7 @@
 """Inputs of the kernels on the device: paged batches, and their exact answers in float64."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -87,6 +87,18 @@ def shared_batch(shape: Shape, device: str = "cuda", seed: int = 0) -> Batch:
         ),
         query_start_loc=torch.arange(shape.batch + 1, device=device, dtype=torch.int32),
     )
+
+
+def shared_in_a_row(batch: Batch, shape: Shape) -> Batch:
+    """The same batch with the shared blocks one after another in memory, as pinned ones are."""
+    shared = batch.block_table[0, : shape.shared // BLOCK].long()
+    blocks = torch.arange(len(batch.k_cache), device=batch.q.device)
+    order = torch.cat([blocks[:1], shared, blocks[1:][~torch.isin(blocks[1:], shared)]])
+    cache = torch.cat([batch.k_cache, batch.v_cache], -1)[order]
+    k_cache, v_cache = cache.split(shape.head_size, -1)
+    # Where a block went is the inverse of where it is taken from.
+    table = torch.argsort(order)[batch.block_table.long()].int()
+    return replace(batch, k_cache=k_cache, v_cache=v_cache, block_table=table)
 
 
 @dataclass
@@ -191,6 +203,10 @@ def attend_with(varlen: Callable[..., Any]) -> Callable[..., Tensor]:
     """The ``attend`` that `vllm_relay.ops.paged.paged_relay` asks for, from a varlen function."""
 
     def attend(part: Any, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> Tensor:
+        if hasattr(part, "key_start_loc"):
+            keys = {"cu_seqlens_k": part.key_start_loc}
+        else:
+            keys = {"seqused_k": part.seq_lens, "block_table": part.block_table}
         return varlen(
             q=q,
             k=k_cache,
@@ -199,10 +215,9 @@ def attend_with(varlen: Callable[..., Any]) -> Callable[..., Tensor]:
             max_seqlen_q=part.max_query_len,
             cu_seqlens_q=part.query_start_loc,
             max_seqlen_k=part.max_seq_len,
-            seqused_k=part.seq_lens,
-            block_table=part.block_table,
             causal=part.causal,
             return_softmax_lse=True,
+            **keys,
         )[1]
 
     return attend

@@ -180,7 +180,7 @@ def cases(quick: bool) -> Iterator[Case]:
     """All cases of the part, the most important first; FlashInfer, which compiles, last."""
     bench = Bench(5 if quick else REPLAYS)
     compared = shapes(8)[:1] if quick else [*shapes(8), *shapes(32)]
-    for names in (("stock", "relay", "relay-layer"), ("flashinfer",)):
+    for names in (("stock", "relay", "relay-layer", "relay-dense"), ("flashinfer",)):
         seconds = 240.0 if names == ("flashinfer",) else 15.0
         for shape in compared:
             for name in names:

@@ -12,6 +12,7 @@ from benchmarks.gpu.inputs import (
     Batch,
     attend_with,
     flash_attention,
+    shared_in_a_row,
     stock_attention,
 )
 from benchmarks.gpu.timing import Shape
@@ -48,14 +49,20 @@ def relay_step(plan: Any, batch: Batch) -> Any:
     )
 
 
-def relay(batch: Batch, shape: Shape, *, planned_before: bool = False) -> tuple[Run, int | None]:
-    """Plan and attention in one graph; `planned_before`: what each further layer of a step adds.
+def relay(
+    batch: Batch, shape: Shape, *, planned_before: bool = False, dense: bool = False
+) -> tuple[Run, int | None]:
+    """Plan and attention in one graph; also returns the groups found.
 
-    Also returns the groups found.
+    Args:
+        planned_before: without the plan: what each further layer of a step adds.
+        dense: the same without the plan, with the shared blocks in a row and attended as dense KV.
     """
     from vllm_relay.ops.device_plan import DevicePlan
     from vllm_relay.ops.paged import paged_relay
 
+    if dense:
+        batch = shared_in_a_row(batch, shape)
     rows, columns = batch.block_table.shape
     plan = DevicePlan(
         max_rows=rows,
@@ -63,6 +70,7 @@ def relay(batch: Batch, shape: Shape, *, planned_before: bool = False) -> tuple[
         max_blocks=columns,
         block_size=BLOCK,
         min_saved_tokens=MIN_SAVED_TOKENS,
+        dense=dense,
         device=batch.q.device,
     )
     attend = attend_with(flash_attention(3))
@@ -78,7 +86,7 @@ def relay(batch: Batch, shape: Shape, *, planned_before: bool = False) -> tuple[
         relay_step(plan, batch)
         attention(out)
 
-    return (attention if planned_before else both), plan.newest()[0].groups
+    return (attention if planned_before or dense else both), plan.newest()[0].groups
 
 
 def cascade_pages(table: Tensor, shape: Shape) -> tuple[list[Tensor], ...]:
@@ -130,5 +138,6 @@ SYSTEMS: dict[str, tuple[System, bool]] = {
     "stock": (stock, False),
     "relay": (relay, False),
     "relay-layer": (partial(relay, planned_before=True), False),
+    "relay-dense": (partial(relay, dense=True), True),
     "flashinfer": (flashinfer, True),
 }

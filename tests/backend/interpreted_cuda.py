@@ -379,6 +379,41 @@ def test_hooks_that_would_keep_an_old_plan_are_off(bench) -> None:
     assert bench.builder._cudagraph_support is stock._cudagraph_support
 
 
+def test_builders_that_wrap_ours_are_asked_for_capture_and_drafts_too(folder, monkeypatch) -> None:
+    """vLLM's cross attention and others override ``build`` alone."""
+    asked = []
+
+    class Wrapped(cuda.RelayMetadataBuilder):
+        def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+            asked.append(fast_build)
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+    monkeypatch.setattr(cuda.RelayBackend, "get_builder_cls", staticmethod(lambda: Wrapped))
+    bench = Bench(make_config(folder))
+    assert relayed(bench.build(SHARED, capture=True))
+    bench.builder.build_for_drafting(SHARED.common(bench.buffers), 0)
+    assert asked == [False, True]
+
+
+def test_ranks_decide_alike_whenever_their_plans_arrive(folder, monkeypatch) -> None:
+    """By the plan of each step two back, and by no later one even where it has arrived."""
+    heard, planned = [], []
+    bench = Bench(make_config(folder, graphs="PIECEWISE"))
+    bench.build(SHARED)
+    report = bench.builder._plan.report
+    monkeypatch.setattr(
+        bench.builder._plan,
+        "report",
+        lambda n: heard.append((bench.builder._builds, n)) or report(n),
+    )
+    planned.append(1)
+    for step in range(2, 8):
+        bench.build(SHARED)
+        planned += [step] * bench.builder.planned
+    assert [now - planned[n] for now, n in heard] == [cuda.HEARD_AFTER] * len(heard)
+    assert len(heard) >= 3
+
+
 def test_metadata_of_the_whole_step_is_vllms_own(bench) -> None:
     """For layers of the group that relay leaves to vLLM."""
     metadata = bench.build(SHARED, capture=True)

@@ -9,7 +9,7 @@ from benchmarks.gpu.journal import Wrong
 from benchmarks.gpu.kernels import check_plan, forest_batch
 from benchmarks.gpu.op import exact_shared
 from benchmarks.gpu.timing import Shape
-from tests.benchmarks.varlen import reference_varlen
+from tests.backend.reference_flash import flash_attn_varlen_func as reference_varlen
 from tests.ops.interpreter import hardware_bfloat16  # noqa: F401
 from vllm_relay.ops.device_plan import DevicePlan
 
@@ -46,17 +46,24 @@ def test_relay_attention_over_a_wrong_lse_is_wrong():
         check_plan(made_for(batch), batch, tables, off)
 
 
-@pytest.mark.parametrize("planned_before", [False, True])
-def test_the_measured_relay_is_right(monkeypatch, planned_before):
-    monkeypatch.setattr(systems, "flash_attention", lambda version: reference_varlen)
+@pytest.mark.parametrize("name", ["relay", "relay-layer", "relay-dense"])
+def test_the_measured_relay_is_right(monkeypatch, name):
+    calls = []
+
+    def varlen(**kwargs):
+        calls.append("cu_seqlens_k" in kwargs)
+        return reference_varlen(**kwargs)
+
+    monkeypatch.setattr(systems, "flash_attention", lambda version: varlen)
     monkeypatch.setattr(systems, "MIN_SAVED_TOKENS", 0)
     shape = Shape(4, 48, 20, query_heads=4, kv_heads=2, head_size=32)
     batch = shared_batch(shape, "cpu")
-    ready, groups = systems.relay(batch, shape, planned_before=planned_before)
-    if not planned_before:  # the timed work has to plan the tables as they are now
+    ready, groups = systems.SYSTEMS[name][0](batch, shape)
+    if name == "relay":  # the timed work has to plan the tables as they are now
         batch.block_table[:, 3:] = batch.block_table[:, 3:].roll(1, 0)
     out = torch.full_like(batch.q, float("nan"))
     ready(out)
     exact = exact_shared(batch, shape)
     assert groups == 1
+    assert any(calls) == (name == "relay-dense")
     assert agrees(out, exact.bfloat16(), exact), errors(out, exact)
