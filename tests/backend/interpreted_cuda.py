@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from triton.runtime import interpreter
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.worker.gpu import cudagraph_utils
@@ -29,6 +28,7 @@ from tests.backend.cuda_bench import (
     make_config,
     random_step,
 )
+from tests.ops.on_device import OnDevice, let_triton_see, plain, seeing
 from vllm_relay import metrics
 from vllm_relay.backend import cuda, graphs, self_test
 from vllm_relay.ops.triton import fusion
@@ -608,43 +608,12 @@ def test_counters(bench) -> None:
     }
 
 
-class OnDevice(torch.Tensor):
-    """A tensor whose values the host must not ask for."""
-
-    FORBIDDEN = frozenset(
-        {"item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__",
-         "nonzero", "is_nonzero", "equal", "__array__", "unique", "masked_select"}
-    )  # fmt: skip
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if getattr(func, "__name__", "") in cls.FORBIDDEN:
-            raise AssertionError(f"the host reads a device tensor: {func.__name__}")
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
 def test_the_host_reads_nothing(bench, monkeypatch) -> None:
     """Plan, schedules and forward of a step; only kernels see values."""
 
-    def plain(x):
-        if isinstance(x, (tuple, list)):
-            return type(x)(plain(y) for y in x)
-        return x.as_subclass(torch.Tensor) if isinstance(x, OnDevice) else x
-
-    def seeing(function):
-        def call(*args, **kwargs):
-            return function(*plain(args), **{name: plain(x) for name, x in kwargs.items()})
-
-        return call
-
     for function in reference_flash.FUNCTIONS:
         monkeypatch.setattr(flash_attn, function.__name__, seeing(function))
-    call = interpreter.GridExecutor.__call__
-
-    def launch(self, *args, **kwargs):
-        return call(self, *plain(args), **{name: plain(x) for name, x in kwargs.items()})
-
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
+    let_triton_see(monkeypatch)
     bench.build(SHARED)  # makes the plan's buffers
     buffers = bench.builder._plan.buffers
     for name, value in vars(buffers).items():

@@ -3,7 +3,6 @@
 Not collected on its own: Triton reads the variable when a kernel is defined.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -12,8 +11,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.runtime import interpreter
 
+from tests.ops.on_device import OnDevice, let_triton_see
 from tests.sharing.oracle import check_rows
 from tests.sharing.simulated_pool import BLOCK_SIZE, MAX_COLUMNS, MAX_RUNNING, SimulatedPool
 from vllm_relay.ops.device_plan import DevicePlan
@@ -388,41 +387,8 @@ def test_steps_of_one_shape_have_one_address() -> None:
     assert addresses[0] == addresses[1]
 
 
-class OnDevice(torch.Tensor):
-    """A tensor whose values the host must not ask for."""
-
-    FORBIDDEN = frozenset(
-        {"item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__",
-         "nonzero", "is_nonzero", "equal", "__array__", "unique", "masked_select"}
-    )  # fmt: skip
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if getattr(func, "__name__", "") in cls.FORBIDDEN:
-            raise AssertionError(f"the host reads a device tensor: {func.__name__}")
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-@pytest.fixture
-def kernels_on_device(monkeypatch) -> Iterator[list[int]]:
-    """Let the interpreter, which stands for the device, see through `OnDevice`."""
-    launches: list[int] = []
-    call = interpreter.GridExecutor.__call__
-
-    def plain(x):
-        if isinstance(x, (tuple, list)):
-            return type(x)(plain(y) for y in x)
-        return x.as_subclass(torch.Tensor) if isinstance(x, OnDevice) else x
-
-    def launch(self, *args, **kwargs):
-        launches.append(1)
-        return call(self, *plain(args), **{name: plain(x) for name, x in kwargs.items()})
-
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
-    yield launches
-
-
-def test_the_host_reads_nothing(kernels_on_device: list[int]) -> None:
+def test_the_host_reads_nothing(monkeypatch) -> None:
+    launches = let_triton_see(monkeypatch)
     batch = tenants(np.random.default_rng(0), 5)
     plan = new_plan(batch, max_levels=2, dense=True)
     for name, value in vars(plan.buffers).items():
@@ -441,7 +407,7 @@ def test_the_host_reads_nothing(kernels_on_device: list[int]) -> None:
     )
     assert isinstance(step.index, OnDevice)
     # sign, match and score per level, settle
-    assert len(kernels_on_device) == 2 + 2 * 2
+    assert len(launches) == 2 + 2 * 2
     assert plan.newest()[0].groups > 0
 
 
