@@ -1,9 +1,9 @@
 """Fetch the Python files of vLLM's CUDA releases, to test against their own classes without a GPU.
 
-The wheels of the oldest and the newest supported release are downloaded with the pip of the running
-environment and their ``vllm/**/*.py`` unpacked into ``.engines/vllm-VERSION``. With that folder first
-on PYTHONPATH, ``import vllm`` finds this release instead of the installed CPU engine; it has no
-compiled kernels.
+The wheels of the oldest and the newest supported release are downloaded with the pip of the
+running environment and their ``vllm/**/*.py`` unpacked into ``.engines/vllm-VERSION``. With that
+folder first on PYTHONPATH, ``import vllm`` finds this release instead of the installed CPU engine;
+it has no compiled kernels.
 """
 
 import argparse
