@@ -10,15 +10,18 @@ import functools
 import weakref
 from typing import Any
 
-# The builders that plan, of all KV cache groups of this process.
-_builders: "weakref.WeakSet[Any]" = weakref.WeakSet()
+# The builders that plan, by their layers: vLLM makes builders for a try before those that serve.
+_builders: "weakref.WeakValueDictionary[tuple[str, ...], Any]" = weakref.WeakValueDictionary()
 _plain = False
 _both = False
 
 
 def follow(builder: Any) -> None:
-    """Take a builder into account; it has ``planned`` and ``shared`` of its last step."""
-    _builders.add(builder)
+    """Take a builder into account instead of an earlier one of the same layers.
+
+    It has ``layer_names`` and, of its last step, ``planned`` and ``shared``.
+    """
+    _builders[tuple(sorted(builder.layer_names))] = builder
 
 
 def capturing_plain() -> bool:
@@ -36,7 +39,7 @@ def _with_relay() -> bool:
 
     It reads the plans of all builders, so each has to be of this step.
     """
-    builders = list(_builders)
+    builders = list(_builders.values())
     return all(b.planned for b in builders) and any(b.shared for b in builders)
 
 
