@@ -49,9 +49,12 @@ def counters() -> dict[str, int]:
             this worker.
     """
     found = asdict(_counters)
-    for reference, kv_bytes_per_token in _devices:
+    for entry in list(_devices):
+        reference, kv_bytes_per_token = entry
         newest = reference()
         if newest is None:
+            # of a builder that vLLM made for a try
+            _devices.remove(entry)
             continue
         total = newest()[1]
         for name in ("steps", "steps_relayed", "groups", "requests", "tokens_shared"):

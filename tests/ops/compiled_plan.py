@@ -33,10 +33,10 @@ if __name__ == "__main__":
             common = {"BLOCK_SIZE": 16, "LEVELS": levels, "DENSE": levels // 3, "STATS": plan.STATS}
             compile_for(
                 capability,
-                plan._sign_kernel,
+                plan.sign_kernel,
                 {**common, "CHECKPOINTS": depths, "CHUNK_C": plan.CHUNK_COLUMNS},
             )
             level = {"LEVEL": levels - 1}
-            compile_for(capability, plan._match_kernel, {**level, "CHECKPOINTS": depths, **sizes})
-            compile_for(capability, plan._score_kernel, {**level, "CHUNK_R": 1024})
-            compile_for(capability, plan._settle_kernel, {**common, **sizes})
+            compile_for(capability, plan.match_kernel, {**level, "CHECKPOINTS": depths, **sizes})
+            compile_for(capability, plan.score_kernel, {**level, "CHUNK_R": 1024})
+            compile_for(capability, plan.settle_kernel, {**common, **sizes})

@@ -8,7 +8,7 @@ import torch
 from tests.ops import inputs
 from tests.ops.interpreter import hardware_bfloat16  # noqa: F401
 from tests.ops.test_system import check, qkv
-from vllm_relay.ops import providers, reference, system_attention
+from vllm_relay.ops import providers, reference, relay_attention, system_attention
 from vllm_relay.ops.triton import attention, system
 
 
@@ -141,3 +141,25 @@ def test_bad_arguments(name, field, spoil):
     setattr(step, field, spoil(getattr(step, field)))
     with pytest.raises(ValueError, match=rf"^{name}: "):
         system.paged_system_attention(*step.args(), 0.125, 2, 30)
+
+
+def test_a_level_of_relay_attention_is_one_launch(monkeypatch):
+    # 6 rows of 2 queries; a level of 1 shared row, one of 3 with lengths of their own.
+    q = inputs.normal(6, 2, 6, 64, seed=1)
+    k, v = inputs.normal(6, 9, 2, 64, seed=2), inputs.normal(6, 9, 2, 64, seed=3)
+    shared = [inputs.normal(n, s, 2, 64, seed=n) for n, s in ((1, 40), (3, 25))]
+    lens = [None, torch.tensor([25, 0, 7], dtype=torch.int32)]
+
+    def attend():
+        return relay_attention(q, k, v, shared, shared, shared_seq_lens=lens)
+
+    want = attend()
+    calls = []
+    stock = system.paged_system_attention
+    monkeypatch.setattr(
+        system, "paged_system_attention", lambda *args: calls.append(1) or stock(*args)
+    )
+    with providers.use("system", "triton"):
+        got = attend()
+    assert len(calls) == 1
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-5)

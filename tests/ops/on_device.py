@@ -16,9 +16,20 @@ class OnDevice(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if getattr(func, "__name__", "") in cls.FORBIDDEN:
-            raise AssertionError(f"the host reads a device tensor: {func.__name__}")
-        return super().__torch_function__(func, types, args, kwargs or {})
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        waits = name in cls.FORBIDDEN
+        if name == "to":
+            waits = any(str(x) == "cpu" for x in (*args[1:], *kwargs.values()))
+        elif name == "copy_" and not isinstance(args[0], OnDevice):
+            waits = not kwargs.get("non_blocking", False)
+        elif name in ("__getitem__", "__setitem__"):
+            # How many elements a mask picks has to be known.
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            waits = any(isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in index)
+        if waits:
+            raise AssertionError(f"the host reads a device tensor: {name}")
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def plain(x: Any) -> Any:

@@ -21,6 +21,9 @@ def follow(builder: Any) -> None:
 
     It has ``layer_names`` and, of its last step, ``planned`` and ``shared``.
     """
+    global _both
+    # Its graphs are yet to be captured, and runner V1 captures one set.
+    _both = False
     _builders[tuple(sorted(builder.layer_names))] = builder
 
 

@@ -84,9 +84,6 @@ class DevicePlan:
     before it (contract 2). A segment holds only full blocks computed before the row's first query
     of the step (contract 1). Every row is in at most one group per level; a group of level i + 1
     lies in one group of level i and starts where that one ends.
-
-    Attributes:
-        max_groups: most groups of a level, for a batch of ``max_rows``.
     """
 
     def __init__(
@@ -133,12 +130,11 @@ class DevicePlan:
         self.block_size, self.max_levels, self.dense = block_size, max_levels, dense
         self._min_saved_blocks = -(-min_saved_tokens // block_size)
         self._make_plan = plan.make_plan
-        self.max_groups = self.groups_of(max_rows)
         self.buffers = plan.PlanBuffers.make(
             max_rows,
             max_tokens,
             max_blocks,
-            self.max_groups,
+            self.groups_of(max_rows),
             max_levels,
             dense,
             torch.device(device),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vllm_relay.ops import checks
+from vllm_relay.ops import checks, providers
 from vllm_relay.ops.context import context_attention
 from vllm_relay.ops.fusion import relay_fusion
 from vllm_relay.ops.system import system_attention
@@ -66,16 +66,9 @@ def relay_attention(
     flat = q.reshape(batch * queries, q_heads, head_size)
     outs, lses = [], []
     for shared_k, shared_v, lens in levels:
-        # Groups are runs of adjacent rows, so their queries are one slice.
-        width = flat.shape[0] // len(lens)
-        parts = [
-            system_attention(
-                flat[j * width : (j + 1) * width], shared_k[j, :n], shared_v[j, :n], scale=scale
-            )
-            for j, n in enumerate(lens)
-        ]
-        outs.append(torch.cat([out for out, _ in parts]))
-        lses.append(torch.cat([lse for _, lse in parts], dim=1))
+        out, lse = _attend_level(flat, shared_k, shared_v, lens, scale)
+        outs.append(out)
+        lses.append(lse)
     if own:
         # Each row's own tokens are a cache of one block per row.
         rows = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
@@ -87,6 +80,34 @@ def relay_attention(
     if not outs:
         return q.new_zeros(q.shape)
     return relay_fusion(outs, lses).view(q.shape)
+
+
+def _attend_level(
+    flat: Tensor, shared_k: Tensor, shared_v: Tensor, lens: list[int], scale: float
+) -> tuple[Tensor, Tensor]:
+    """System attention of one level: its groups are runs of adjacent rows of flat [T, Hq, D]."""
+    groups = len(lens)
+    width = flat.shape[0] // groups
+    empty = width == 0 or shared_k.shape[1] == 0
+    if groups > 1 and not empty:
+        provider = providers.choose("system", flat, shared_k[0], shared_v[0])
+        if provider.name == "triton":
+            from vllm_relay.ops.triton.system import paged_system_attention
+
+            # All groups in one launch: each is a sequence of one block.
+            index = torch.arange(groups + 1, dtype=torch.int32, device=flat.device)
+            used = torch.tensor(lens, dtype=torch.int32, device=flat.device)
+            return paged_system_attention(
+                flat, shared_k, shared_v, index[:groups, None], used, index * width,
+                scale, width, shared_k.shape[1],
+            )  # fmt: skip
+    parts = [
+        system_attention(
+            flat[j * width : (j + 1) * width], shared_k[j, :n], shared_v[j, :n], scale=scale
+        )
+        for j, n in enumerate(lens)
+    ]
+    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts], dim=1)
 
 
 def _levels(
