@@ -11,11 +11,15 @@ from tests.ops.test_fusion_triton import run
 from tools.engine_sources import WHEELS, folder_of
 
 pytest.importorskip("triton", reason="needs triton")
-CASES = "tests/backend/interpreted_cuda.py"
+CASES = (
+    *("-p", "tests.backend.cuda_cases"),
+    "tests/backend/interpreted_cuda.py",
+    "tests/backend/interpreted_graphs.py",
+)
 
 
 def test_on_cpu_tensors():
-    run("-m", "pytest", "-q", "-p", "no:cacheprovider", CASES, TRITON_INTERPRET="1")
+    run("-m", "pytest", "-q", "-p", "no:cacheprovider", *CASES, TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("version", WHEELS)
@@ -27,5 +31,12 @@ def test_with_the_classes_of_a_cuda_release(version):
     code = f"import vllm.version; assert vllm.version.__version__ == {version!r}"
     run("-c", code, PYTHONPATH=path)
     run(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", CASES, TRITON_INTERPRET="1", PYTHONPATH=path
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *CASES,
+        TRITON_INTERPRET="1",
+        PYTHONPATH=path,
     )

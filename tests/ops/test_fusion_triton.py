@@ -27,7 +27,7 @@ def run(*command: str, **env: str) -> None:
         env={**os.environ, "PYTHONPATH": path, **env},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
