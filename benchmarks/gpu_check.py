@@ -1,25 +1,30 @@
 """Check and measure relay on a machine with one Hopper GPU, in parts of less than ten minutes.
 
-    python benchmarks/gpu_check.py [kernels] [parity] [op] [engine] [--out DIR] [--minutes 9]
+    python benchmarks/gpu_check.py [kernels] [parity] [op] [engine-8b] [engine-7b] [--minutes 9]
 
 kernels: every kernel against float64, the plan's time. parity: engines against float32, graphs on
 and off, both runners. op: one layer's attention against stock FlashAttention 3 and FlashInfer.
-engine: decode throughput against stock with prefix caching and vLLM's own cascade.
+engine-8b, engine-7b (engine: both): decode throughput on the shape of Llama-3-8B and Llama-2-7B
+against stock with prefix caching and vLLM's own cascade.
 
 Each part writes a CSV of its own, a row per finished case, at once. A failing case prints FAIL and
-the next goes on. Exit status: 0 all passed, 1 a case failed, 2 nothing could start. Not yet run on
-a GPU.
+the next goes on. Exit status: 0 if all cases ran and passed and no bar was missed, 1 if not (the
+last line names each: failed, missed, left out for lack of time), 2 if nothing could start. Not yet
+run on a GPU.
 """
 
 import argparse
 import importlib
+import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,7 +40,8 @@ from benchmarks.gpu.journal import (  # noqa: E402
     run_cases,
 )
 
-PARTS = ("kernels", "parity", "op", "engine")
+PARTS = ("kernels", "parity", "op", "engine-8b", "engine-7b")
+ALIASES = {"engine": ("engine-8b", "engine-7b")}
 # Status of a part's process that lost its device: the rest of its cases go to a new process.
 LOST = 3
 # Seconds that a part may take beyond its minutes before it is ended.
@@ -44,7 +50,9 @@ OVERTIME = 20.0
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", metavar="part", help=f"{', '.join(PARTS)}; default all")
+    parser.add_argument(
+        "parts", nargs="*", metavar="part", help=f"{', '.join(PARTS)}, engine (both); default all"
+    )
     parser.add_argument(
         "--out",
         type=Path,
@@ -62,10 +70,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         metavar="PATTERN",
         help="shell patterns of the cases to run (of engines in parity and engine)",
     )
-    # Only for the processes that this script starts: the CSV to continue, and until when.
+    # Only for the processes that this script starts: the CSV to continue, until when, the report.
     parser.add_argument("--csv", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
+    given.parts = [name for part in given.parts for name in ALIASES.get(part, (part,))]
     unknown = [part for part in given.parts if part not in PARTS]
     if unknown:
         parser.error(f"unknown part {', '.join(unknown)}; known: {', '.join(PARTS)}")
@@ -75,34 +85,69 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return given
 
 
+def module_of(part: str) -> tuple[Any, tuple[str, ...]]:
+    """The module of a part, and what its ``run`` has to be told beside the rest."""
+    name, _, which = part.partition("-")
+    return importlib.import_module(f"benchmarks.gpu.{name}"), (which,) if which else ()
+
+
 def run_part(part: str, args: argparse.Namespace) -> int:
     """One part in this process; returns its exit status."""
-    module = importlib.import_module(f"benchmarks.gpu.{part}")
+    module, told = module_of(part)
     journal = Journal(args.csv, module.COLUMNS, provenance())
     clock, chosen = Clock(args.until), Selection(args.cases)
     try:
         if hasattr(module, "run"):
-            left_out = module.run(journal, clock, chosen, args.quick)
+            left_out = module.run(journal, clock, chosen, args.quick, *told)
         else:
             left_out = run_cases(module.cases(args.quick), journal, clock, chosen)
     except DeviceLost as lost:
         print(f"{part}: the device is lost after {lost}; going on in a new process", flush=True)
         return LOST
-    failed = journal.failed()
-    for row in journal.rows:
-        if "MISSED" in str(row.get("bar", "")):
-            print(f"{part}: {row['case']}: {row['bar']}")
-    if left_out:
-        print(f"{part}: no time was left for: {'; '.join(left_out)}")
-    print(f"{part}: {len(journal.rows) - len(failed)} passed, {len(failed)} failed: {args.csv}")
-    return 1 if failed or not journal.rows else 0
+    args.report.write_text(json.dumps(left_out))
+    failed, missed = len(journal.failed()), len(journal.missed())
+    print(
+        f"{part}: {len(journal.rows) - failed} passed, {missed} of them missed a bar, "
+        f"{failed} failed, {len(left_out)} left out: {args.csv}"
+    )
+    return 1 if trouble_in(journal, left_out) else 0
 
 
-def drive(part: str, args: argparse.Namespace) -> int:
-    """One part in processes of its own; a lost device costs one case and not the rest."""
+def trouble_in(journal: Journal, left_out: list[str]) -> list[str]:
+    """What is not as it should be after a part, a line each; nothing where all is."""
+    lines = [f"failed: {name}" for name in journal.failed()]
+    lines += [f"missed: {name}" for name in journal.missed()]
+    lines += [f"left out: {name}" for name in left_out]
+    return lines if lines or journal.rows else ["no case ran"]
+
+
+def drive(part: str, args: argparse.Namespace) -> list[str]:
+    """One part in processes of its own; returns what is not as it should be."""
     csv = args.out / f"gpu-{part}-{datetime.now():%Y%m%d-%H%M%S}.csv"
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "left_out.json"
+        status = run_processes(part, args, csv, report)
+        if status == 0:
+            return []
+        left_out = json.loads(report.read_text()) if report.exists() else None
+    rows = trouble_in(Journal(csv, (), {}), left_out or []) if csv.exists() else []
+    if left_out is None:
+        rows.append("lost the device" if status == LOST else "ended before its last case")
+    return rows
+
+
+def run_processes(part: str, args: argparse.Namespace, csv: Path, report: Path) -> int:
+    """Run a part's process; again for the rest where it lost its device, which costs one case.
+
+    Args:
+        csv: to continue. report: to be written at the end, the cases left out.
+
+    Returns:
+        the last one's exit status.
+    """
     until = time.time() + 60 * args.minutes
     command = [sys.executable, str(Path(__file__).resolve()), part, "--csv", str(csv)]
+    command += ["--report", str(report)]
     command += ["--until", str(until), *(["--quick"] if args.quick else [])]
     if args.cases:
         command += ["--cases", *args.cases]
@@ -135,11 +180,10 @@ def main(arguments: list[str]) -> int:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         return run_part(args.parts[0], args)
     started = time.time()
-    statuses = {part: drive(part, args) for part in args.parts}
-    failed = [part for part, status in statuses.items() if status != 0]
-    verdict = f"FAIL: {', '.join(failed)}" if failed else "all parts passed"
+    trouble = [f"{part}: {line}" for part in args.parts for line in drive(part, args)]
+    verdict = f"NOT PASSED: {'; '.join(trouble)}" if trouble else "all parts passed"
     print(f"gpu_check: {verdict}; {time.time() - started:.0f} s; CSVs in {args.out}")
-    return 1 if failed else 0
+    return 1 if trouble else 0
 
 
 if __name__ == "__main__":

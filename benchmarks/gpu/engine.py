@@ -1,4 +1,4 @@
-"""Part ``engine``: decode throughput of whole engines on the shapes of real models.
+"""Parts ``engine-8b``, ``engine-7b``: decode throughput of engines on the shapes of real models.
 
 Weights are dummies: the answers mean nothing, and the part ``parity`` is the check of exactness.
 Not yet run on a GPU.
@@ -7,16 +7,16 @@ Not yet run on a GPU.
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.children import record, rows_of
+from benchmarks.gpu.engine_systems import PARTS, System
 from benchmarks.gpu.journal import Clock, Journal, Row, Wrong
 from benchmarks.gpu.models import SHAPES, roofline_tok_s, write_config
-from benchmarks.gpu.systems import MIN_SAVED_TOKENS
+from benchmarks.gpu.systems import HEARD_AFTER, MIN_SAVED_TOKENS, PROBE_STEPS
 from benchmarks.gpu.timing import (
     CEILING_COLUMNS,
     Ceilings,
@@ -44,6 +44,7 @@ COLUMNS = (
     "of_roofline",
     *CEILING_COLUMNS,
     "steps_relayed",
+    "full_graphs",
     "cascade_steps",
     "same_tokens_as_stock",
     "correct",
@@ -53,6 +54,8 @@ NOT_CHECKED = "dummy weights: answers prove nothing, part parity does"
 # What starting an engine of this size and one case take.
 ENGINE_SECONDS = 120.0
 OWN, WINDOWS, STEPS = 256, 5, 32
+# Tokens of each request before the first window: by then relay plans every step that shares.
+SETTLE = PROBE_STEPS + HEARD_AFTER + 2
 # Steps of the case before that the counters may hear of late.
 LAG = 3
 # batch, shared tokens; the most important first
@@ -75,30 +78,6 @@ CASES = (
 )
 
 
-@dataclass(frozen=True)
-class System:
-    """One way to serve a model: engine arguments, the runner, patches."""
-
-    name: str
-    backend: str
-    runner: str
-    settings: tuple[tuple[str, Any], ...] = ()
-    patches: tuple[str, ...] = ()
-
-
-SYSTEMS = (
-    System("stock", "FLASH_ATTN", "v2"),
-    System("relay", "RELAY", "v2"),
-    System(
-        "cascade",
-        "FLASH_ATTN",
-        "v1",
-        (("disable_cascade_attn", False),),
-        ("benchmarks.gpu.in_engine:count_cascades",),
-    ),
-)
-
-
 def make_case(
     batch: int, shared: int, vocabulary: int, windows: int = WINDOWS, steps: int = STEPS
 ) -> Row:
@@ -110,10 +89,11 @@ def make_case(
         "own": OWN,
         "windows": windows,
         "steps": steps,
+        "settle": SETTLE,
         "seed": batch + shared,
         "vocabulary": vocabulary,
-        # Tokens of the first requests while the last are prefilled, windows, and room.
-        "limit": (windows + 1) * steps + 64,
+        # Windows, and tokens of the first requests while the last are prefilled, with room.
+        "limit": SETTLE + (windows + 1) * steps + 64,
     }
 
 
@@ -148,13 +128,21 @@ def judge(system: System, case: Row, row: Row, roofline: float, others: dict[str
         others: rows of the same case by system, as they came from the engines.
 
     Raises:
-        Wrong: relay did not relay what pays, or relayed where nothing is shared.
+        Wrong: relay did not relay every timed step of what pays, or relayed where nothing is
+            shared; a timed step was no full graph.
     """
     saved = (case["batch"] - 1) * case["shared"]
-    pays = system.name == "relay" and saved >= max(1, MIN_SAVED_TOKENS)
-    counts = {"steps_relayed": row["steps_relayed"], "cascade_steps": row["cascades"]}
-    if pays != (row["steps_relayed"] > LAG):
-        raise Wrong(f"relayed {row['steps_relayed']} steps", counts)
+    pays = system.backend == "RELAY" and saved >= max(1, MIN_SAVED_TOKENS)
+    timed, relayed, graphs = case["windows"] * case["steps"], row["steps_relayed"], row["replays"]
+    counts = {
+        "steps_relayed": relayed,
+        "full_graphs": graphs,
+        "cascade_steps": row["cascades"],
+    }
+    if relayed < timed - LAG if pays else relayed > LAG:
+        raise Wrong(f"relayed {relayed} steps", counts)
+    if system.graphs and graphs < timed:
+        raise Wrong(f"ran {graphs} full CUDA graphs in {timed} timed steps", counts)
     rate = statistics.median(row["rates"])
     columns: Row = {
         **counts,
@@ -166,14 +154,16 @@ def judge(system: System, case: Row, row: Row, roofline: float, others: dict[str
         "of_roofline": round(rate / roofline, 3),
         "correct": NOT_CHECKED,
     }
-    if "stock" in others:
-        columns["times_stock"] = ratio = round(rate / median_rate(others["stock"]), 4)
-        same = [a == b for a, b in zip(row["tokens"], others["stock"]["tokens"], strict=True)]
+    if system.against in others:
+        stock = others[system.against]
+        columns["times_stock"] = ratio = round(rate / median_rate(stock), 4)
+        same = [a == b for a, b in zip(row["tokens"], stock["tokens"], strict=True)]
         columns["same_tokens_as_stock"] = round(sum(same) / len(same), 3)
         least = {(64, 8192): BAR_SHARED}.get((case["batch"], case["shared"]))
         least = BAR_NO_SHARING if case["shared"] == 0 else least
-        if system.name == "relay" and least is not None:
-            columns["bar"] = f"{'met' if ratio >= least else 'MISSED'}: >= {least:g} x stock"
+        if system.backend == "RELAY" and least is not None:
+            met = "met" if ratio >= least else "MISSED"
+            columns["bar"] = f"{met}: >= {least:g} x {system.against}"
     if system.name == "cascade" and row["cascades"] and "relay" in others:
         ratio = median_rate(others["relay"]) / rate
         verdict = "met" if ratio >= 1 else "MISSED"
@@ -201,11 +191,12 @@ def run_model(
     found: dict[str, dict[str, Row]] = {case["name"]: {} for case in cases}
     for system in systems:
         title = f"{model} {system.name}"
+        asked = [case for case in cases if not (system.alone and case["shared"])]
         if clock.left() < ENGINE_SECONDS:
             left_out.append(title)
             continue
         environment = {"VLLM_USE_V2_MODEL_RUNNER": "1" if system.runner == "v2" else "0"}
-        spec = spec_of(system, path, cases, cuda)
+        spec = spec_of(system, path, asked, cuda)
         rows = rows_of(spec, folder, title.replace(" ", "-"), clock, environment)
 
         def shared(case: Row, row: Row, system: System = system) -> Row:
@@ -224,23 +215,22 @@ def run_model(
             others[system.name] = row
             return judged
 
-        left_out += record(rows, cases, title, journal, shared, columns)
+        left_out += record(rows, asked, title, journal, shared, columns)
     return left_out
 
 
-def run(journal: Journal, clock: Clock, chosen: Callable[[str], bool], quick: bool) -> list[str]:
-    """The part. `chosen` is asked for each engine ("llama-3-8b relay")."""
+def run(
+    journal: Journal, clock: Clock, chosen: Callable[[str], bool], quick: bool, part: str
+) -> list[str]:
+    """One of `PARTS`. `chosen` is asked for each engine ("llama-3-8b relay")."""
     ceilings = measure_ceilings(Stopwatch())
     torch.cuda.empty_cache()
-    left_out = []
+    model, all_systems = PARTS[part]
+    systems = [s for s in all_systems if chosen(f"{model} {s.name}")]
+    vocabulary = SHAPES[model]["vocab_size"]
+    windows = 2 if quick else WINDOWS
+    cases = [make_case(*sizes, vocabulary, windows) for sizes in (CASES[:2] if quick else CASES)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for model in list(SHAPES)[: 1 if quick else None]:
-            systems = [s for s in SYSTEMS if chosen(f"{model} {s.name}")]
-            path = write_config(folder / model, model)
-            vocabulary = SHAPES[model]["vocab_size"]
-            picked = CASES[:2] if quick else CASES
-            windows = 2 if quick else WINDOWS
-            cases = [make_case(*sizes, vocabulary, windows) for sizes in picked]
-            left_out += run_model(model, path, systems, cases, ceilings, folder, journal, clock)
-    return left_out
+        path = write_config(folder / model, model)
+        return run_model(model, path, systems, cases, ceilings, folder, journal, clock)

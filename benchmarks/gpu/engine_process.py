@@ -23,9 +23,11 @@ Spec = dict[str, Any]
 def make_engine(spec: Spec) -> Any:
     """The `vllm.LLM` of a spec, with the plugin registered whether it is installed or not."""
     import vllm_relay
+    from benchmarks.gpu import in_engine
 
     vllm_relay.register_name()
     vllm_relay.register()
+    in_engine.count_replays()
     for patch in spec.get("patches", []):
         module, _, name = patch.partition(":")
         getattr(importlib.import_module(module), name)()
@@ -53,6 +55,8 @@ def force(llm: Any, case: Spec) -> Spec:
     """Generate the forced tokens of a case; returns ``tokens`` and their ``logprobs``."""
     from vllm import SamplingParams
 
+    from benchmarks.gpu import in_engine
+
     def params(prompt: list[int], forced: list[int] | None) -> Any:
         extra = {"force": forced, "prompt_tokens": len(prompt)} if forced else None
         return SamplingParams(
@@ -71,7 +75,7 @@ def force(llm: Any, case: Spec) -> Spec:
 
     if case["warm_up"]:
         generate(case["warm_up"], None)
-    before = relayed(llm)
+    before, replays_before = relayed(llm), in_engine.replays()
     outputs = generate(case["prompts"], case["force"])
     return {
         "tokens": [list(o.token_ids) for o in outputs],
@@ -80,6 +84,7 @@ def force(llm: Any, case: Spec) -> Spec:
             for o in outputs
         ],
         "steps_relayed": relayed(llm) - before,
+        "replays": in_engine.replays() - replays_before,
     }
 
 
@@ -88,7 +93,7 @@ def decode(llm: Any, case: Spec) -> Spec:
 
     Returns:
         ``rates`` (tokens per second of each window), ``tokens`` (the first of each request),
-        ``steps_relayed`` and ``cascades`` over the whole case.
+        ``steps_relayed``, ``cascades`` and ``replays`` (of full graphs) over the whole case.
 
     Raises:
         RuntimeError: a step inside a window produced fewer tokens (a request was preempted).
@@ -107,8 +112,9 @@ def decode(llm: Any, case: Spec) -> Spec:
         warm = SamplingParams(max_tokens=1, detokenize=False)
         llm.generate([{"prompt_token_ids": [*prefix, low]}], warm, use_tqdm=False)
 
-    windows, steps, settle = case["windows"], case["steps"], 4
+    windows, steps, settle = case["windows"], case["steps"], case["settle"]
     relayed_before, cascades_before = relayed(llm), in_engine.cascades()
+    replays_before = in_engine.replays()
     params = SamplingParams(
         temperature=0,
         max_tokens=case["limit"],
@@ -143,9 +149,10 @@ def decode(llm: Any, case: Spec) -> Spec:
         engine.step()
     return {
         "rates": [len(answers) * steps / (b - a) for a, b in itertools.pairwise(marks)],
-        "tokens": [tokens[:settle] for tokens in answers.values()],
+        "tokens": [tokens[:4] for tokens in answers.values()],
         "steps_relayed": relayed(llm) - relayed_before,
         "cascades": in_engine.cascades() - cascades_before,
+        "replays": in_engine.replays() - replays_before,
     }
 
 

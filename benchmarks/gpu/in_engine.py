@@ -5,12 +5,12 @@ Each function patches classes of vLLM or of ours in place. Not yet run on a GPU.
 
 import functools
 import inspect
-import sys
 from typing import Any
 
 import torch
 
 _cascades = 0
+_replays = 0
 
 
 def count_cascades() -> None:
@@ -32,6 +32,37 @@ def count_cascades() -> None:
 def cascades() -> int:
     """Steps counted by `count_cascades`, per KV cache group."""
     return _cascades
+
+
+def count_replays() -> None:
+    """Count from now on how often a full CUDA graph is run, on either runner; captures of runner V1
+    count, too."""
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    stock_run, stock_call = CudaGraphManager.run_fullgraph, CUDAGraphWrapper.__call__
+
+    @functools.wraps(stock_run)
+    def run_fullgraph(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _replays
+        _replays += 1
+        return stock_run(self, *args, **kwargs)
+
+    @functools.wraps(stock_call)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _replays
+        # Of runner V1 the same class runs piecewise graphs, a part of the model each.
+        if self.runtime_mode.name == "FULL" and is_forward_context_available():
+            _replays += get_forward_context().cudagraph_runtime_mode == self.runtime_mode
+        return stock_call(self, *args, **kwargs)
+
+    CudaGraphManager.run_fullgraph, CUDAGraphWrapper.__call__ = run_fullgraph, call
+
+
+def replays() -> int:
+    """Full graphs counted by `count_replays`."""
+    return _replays
 
 
 def force_tokens_on_v2() -> None:
@@ -79,29 +110,22 @@ def _forced_tables(sampler: Any) -> dict[int, tuple[int, list[int]]]:
     return sampler.__dict__.setdefault("_forced", {})
 
 
-def _replace_paged_relay(wrap: Any) -> None:
-    """Put ``wrap(stock)`` where the package has ``paged_relay``, also where it was imported."""
-    from vllm_relay.ops import paged
-
-    stock = paged.paged_relay
-    wrapped = wrap(stock)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("vllm_relay") and getattr(module, "paged_relay", None) is stock:
-            module.paged_relay = wrapped
-
-
 def plant_wrong_lse() -> None:
-    """An error for a check to find: 0.1 is added to the LSE of every shared segment."""
+    """An error for a check to find: 0.1 is added to the LSE of every shared segment.
 
-    def wrap(stock: Any) -> Any:
-        @functools.wraps(stock)
-        def paged_relay(q: Any, k: Any, v: Any, plan: Any, attend: Any, **kwargs: Any) -> Any:
-            def wrong(part: Any, *args: Any, **more: Any) -> Any:
-                lse = attend(part, *args, **more)
-                return lse if part.causal else lse + 0.1
+    Only where layers run: the self-test at the start, which would refuse them, has its own name for
+    the function.
+    """
+    from vllm_relay.backend import cuda_impl
 
-            return stock(q, k, v, plan, wrong, **kwargs)
+    stock = cuda_impl.paged_relay
 
-        return paged_relay
+    @functools.wraps(stock)
+    def paged_relay(q: Any, k: Any, v: Any, step: Any, attend: Any, **kwargs: Any) -> Any:
+        def wrong(part: Any, *args: Any, **more: Any) -> Any:
+            lse = attend(part, *args, **more)
+            return lse if part.causal else lse + 0.1
 
-    _replace_paged_relay(wrap)
+        return stock(q, k, v, step, wrong, **kwargs)
+
+    cuda_impl.paged_relay = paged_relay

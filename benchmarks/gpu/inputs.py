@@ -1,8 +1,6 @@
 """Inputs of the kernels on the device: paged batches, and their exact answers in float64."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -172,52 +170,3 @@ def agrees(got: Tensor, stock: Tensor, exact: Tensor) -> bool:
     rounding = torch.finfo(got.dtype).eps / 2 * float(exact.abs().max())
     sound = stock_rms <= size / 128
     return sound and worst <= 2 * stock_worst + rounding and rms <= 2 * stock_rms
-
-
-def flash_attention(version: int) -> Callable[..., Any]:
-    """vLLM's ``flash_attn_varlen_func`` of FlashAttention `version`."""
-    import functools
-
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
-
-    return functools.partial(flash_attn_varlen_func, fa_version=version)
-
-
-def stock_attention(batch: Batch, varlen: Callable[..., Any], out: Tensor) -> Tensor:
-    """The one call of vLLM's backend: every row reads all of its KV."""
-    return varlen(
-        q=batch.q,
-        k=batch.k_cache,
-        v=batch.v_cache,
-        out=out,
-        max_seqlen_q=1,
-        cu_seqlens_q=batch.query_start_loc,
-        max_seqlen_k=batch.longest,
-        seqused_k=batch.seq_lens,
-        block_table=batch.block_table,
-        causal=True,
-    )
-
-
-def attend_with(varlen: Callable[..., Any]) -> Callable[..., Tensor]:
-    """The ``attend`` that `vllm_relay.ops.paged.paged_relay` asks for, from a varlen function."""
-
-    def attend(part: Any, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> Tensor:
-        if hasattr(part, "key_start_loc"):
-            keys = {"cu_seqlens_k": part.key_start_loc}
-        else:
-            keys = {"seqused_k": part.seq_lens, "block_table": part.block_table}
-        return varlen(
-            q=q,
-            k=k_cache,
-            v=v_cache,
-            out=out,
-            max_seqlen_q=part.max_query_len,
-            cu_seqlens_q=part.query_start_loc,
-            max_seqlen_k=part.max_seq_len,
-            causal=part.causal,
-            return_softmax_lse=True,
-            **keys,
-        )[1]
-
-    return attend

@@ -54,7 +54,7 @@ def revision() -> str:
 
 def _asked(arguments: list[str]) -> list[str]:
     """Arguments as a user gives them: without those that gpu_check adds for its own processes."""
-    internal = ("--csv", "--until")
+    internal = ("--csv", "--until", "--report")
     pairs = zip(["", *arguments], arguments, strict=False)
     return [a for before, a in pairs if a not in internal and before not in internal]
 
@@ -126,6 +126,14 @@ class Journal:
 
     def failed(self) -> list[str]:
         return [row["case"] for row in self.rows if row["status"] != PASS]
+
+    def missed(self) -> list[str]:
+        """Cases that passed, and the bar that they missed."""
+        return [
+            f"{row['case']} ({row['bar']})"
+            for row in self.rows
+            if row["status"] == PASS and "MISSED" in str(row.get("bar", ""))
+        ]
 
     def add(self, case: str, row: Row, failure: str = "") -> None:
         """Write one row and print it.

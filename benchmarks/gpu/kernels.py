@@ -10,17 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.inputs import (
-    BLOCK,
-    Batch,
-    Tables,
-    agrees,
-    attend_with,
-    errors,
-    flash_attention,
-    forest_tables,
-    stock_attention,
-)
+from benchmarks.gpu.flash import attend_with, flash_attention, stock_attention
+from benchmarks.gpu.inputs import BLOCK, Batch, Tables, agrees, errors, forest_tables
 from benchmarks.gpu.journal import Case, Row, Wrong
 from benchmarks.gpu.partials import varlen
 from benchmarks.gpu.systems import relay_step, wait_for

@@ -62,7 +62,7 @@ def roofline_tok_s(model: str, case: dict[str, Any], ceilings: Ceilings) -> floa
     layers = shape["num_hidden_layers"]
     weights = layers * (attention + 3 * hidden * shape["intermediate_size"])
     weights += hidden * shape["vocab_size"]
-    middle = case["own"] + case["windows"] * case["steps"] // 2
+    middle = case["own"] + case["settle"] + case["windows"] * case["steps"] // 2
     step = Shape(case["batch"], case["shared"], middle, heads, kv_heads)
     moved = 2 * weights + layers * step.bytes
     work = 2 * weights * case["batch"] + layers * step.flops

@@ -1,24 +1,25 @@
 """The systems that part ``op`` compares, each made ready for a batch. Not yet run on a GPU."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.inputs import (
-    BLOCK,
-    Batch,
-    attend_with,
-    flash_attention,
-    shared_in_a_row,
-    stock_attention,
-)
+from benchmarks.gpu.flash import Scheduled, attend_with, flash_attention, schedule, stock_attention
+from benchmarks.gpu.inputs import BLOCK, Batch, shared_in_a_row
+from benchmarks.gpu.partials import context_part
 from benchmarks.gpu.timing import Shape
 
 # The default of `RelayConfig`.
 MIN_SAVED_TOKENS = 32768
+# Those of `vllm_relay.backend.cuda`, restated: to read them there would import all of vLLM.
+PROBE_STEPS, HEARD_AFTER = 8, 2
+SYSTEM_SPLITS = 16
+# vLLM's default in full graphs (flash_attn_max_num_splits_for_cuda_graph).
+GRAPH_SPLITS = 32
 
 # Writes the given tensor and returns None, or returns one of its own.
 Run = Callable[[Tensor], Tensor | None]
@@ -26,9 +27,16 @@ System = Callable[[Batch, Shape], tuple[Run, int | None]]  # and the groups it f
 
 
 def stock(batch: Batch, shape: Shape) -> tuple[Run, int | None]:
-    """One call of FA3, left to choose its own splits: at least as good as inside vLLM."""
+    """One call of FA3, left to choose its own splits."""
     varlen = flash_attention(3)
     return lambda out: stock_attention(batch, varlen, out), None
+
+
+def stock_graphs(batch: Batch, shape: Shape) -> tuple[Run, int | None]:
+    """One call of FA3 as in vLLM's graphs; the schedule is made before, once for all layers."""
+    varlen = flash_attention(3)
+    told = schedule(batch, context_part(batch), GRAPH_SPLITS)
+    return lambda out: stock_attention(batch, varlen, out, told), None
 
 
 def wait_for(device: torch.device) -> None:
@@ -49,14 +57,28 @@ def relay_step(plan: Any, batch: Batch) -> Any:
     )
 
 
+def scheduled(step: Any, batch: Batch) -> Any:
+    """A planned step with FA3's schedules, as the backend has it in full graphs."""
+    dense = step.dense and Scheduled(step.dense, SYSTEM_SPLITS, None)
+    levels = [schedule(batch, part, SYSTEM_SPLITS) for part in step.levels]
+    context = schedule(batch, step.context, GRAPH_SPLITS)
+    return replace(step, levels=levels, context=context, dense=dense)
+
+
 def relay(
-    batch: Batch, shape: Shape, *, planned_before: bool = False, dense: bool = False
+    batch: Batch,
+    shape: Shape,
+    *,
+    planned_before: bool = False,
+    dense: bool = False,
+    free: bool = False,
 ) -> tuple[Run, int | None]:
-    """Plan and attention in one graph; also returns the groups found.
+    """Plan, schedules and attention in one graph; also returns the groups found.
 
     Args:
-        planned_before: without the plan: what each further layer of a step adds.
-        dense: the same without the plan, with the shared blocks in a row and attended as dense KV.
+        planned_before: plan and schedules before it: what each further layer of a step adds.
+        dense: the same, with the shared blocks in a row and attended as dense KV.
+        free: without schedules, FA3 chooses its own splits.
     """
     from vllm_relay.ops.device_plan import DevicePlan
     from vllm_relay.ops.paged import paged_relay
@@ -76,17 +98,20 @@ def relay(
     attend = attend_with(flash_attention(3))
     # As the backend does in a graph: system attention beside context attention.
     side = torch.cuda.Stream() if batch.q.is_cuda else None
-    planned = relay_step(plan, batch)
+
+    def prepare() -> Any:
+        step = relay_step(plan, batch)
+        return step if free else scheduled(step, batch)
+
+    def attention(out: Tensor, step: Any) -> None:
+        paged_relay(batch.q, batch.k_cache, batch.v_cache, step, attend, out=out, side=side)
+
+    before = prepare()
     wait_for(batch.q.device)
-
-    def attention(out: Tensor) -> None:
-        paged_relay(batch.q, batch.k_cache, batch.v_cache, planned, attend, out=out, side=side)
-
-    def both(out: Tensor) -> None:
-        relay_step(plan, batch)
-        attention(out)
-
-    return (attention if planned_before or dense else both), plan.newest()[0].groups
+    groups = plan.newest()[0].groups
+    if planned_before or dense:
+        return (lambda out: attention(out, before)), groups
+    return (lambda out: attention(out, prepare())), groups
 
 
 def cascade_pages(table: Tensor, shape: Shape) -> tuple[list[Tensor], ...]:
@@ -136,8 +161,10 @@ def flashinfer(batch: Batch, shape: Shape) -> tuple[Run, int | None]:
 # name -> how it is made ready; whether it needs something shared
 SYSTEMS: dict[str, tuple[System, bool]] = {
     "stock": (stock, False),
+    "stock-graphs": (stock_graphs, False),
     "relay": (relay, False),
     "relay-layer": (partial(relay, planned_before=True), False),
+    "relay-free": (partial(relay, free=True), False),
     "relay-dense": (partial(relay, dense=True), True),
     "flashinfer": (flashinfer, True),
 }

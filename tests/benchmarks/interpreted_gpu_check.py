@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from benchmarks.gpu import systems
+from benchmarks.gpu import flash, systems
 from benchmarks.gpu.inputs import BLOCK, agrees, errors, shared_batch
 from benchmarks.gpu.journal import Wrong
 from benchmarks.gpu.kernels import check_plan, forest_batch
 from benchmarks.gpu.op import exact_shared
 from benchmarks.gpu.timing import Shape
 from tests.backend.reference_flash import flash_attn_varlen_func as reference_varlen
+from tests.backend.reference_flash import get_scheduler_metadata
 from tests.ops.interpreter import hardware_bfloat16  # noqa: F401
 from vllm_relay.ops.device_plan import DevicePlan
 
@@ -46,24 +47,44 @@ def test_relay_attention_over_a_wrong_lse_is_wrong():
         check_plan(made_for(batch), batch, tables, off)
 
 
-@pytest.mark.parametrize("name", ["relay", "relay-layer", "relay-dense"])
-def test_the_measured_relay_is_right(monkeypatch, name):
-    calls = []
+NAMES = ["stock", "stock-graphs", "relay", "relay-layer", "relay-free", "relay-dense"]
+# system -> splits of its calls: of segments, of contexts or whole rows
+SPLITS = {"stock": {0}, "stock-graphs": {32}, "relay-free": {0}}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_measured_is_right_and_split_as_in_the_backend(monkeypatch, name):
+    calls, splits, scheduled = [], set(), []
 
     def varlen(**kwargs):
         calls.append("cu_seqlens_k" in kwargs)
-        return reference_varlen(**kwargs)
+        told = kwargs.get("num_splits", 0)
+        splits.add((kwargs["causal"], told))
+        # Of the very call it is given to: the reference compares.
+        schedule = kwargs.get("scheduler_metadata")
+        assert (schedule is None) == (told == 0 or "cu_seqlens_k" in kwargs)
+        return reference_varlen(fa_version=3, **kwargs)
 
+    def schedule(**kwargs):
+        scheduled.append(kwargs["num_splits"])
+        return get_scheduler_metadata(**kwargs)
+
+    monkeypatch.setattr(flash, "scheduler", lambda: schedule)
     monkeypatch.setattr(systems, "flash_attention", lambda version: varlen)
     monkeypatch.setattr(systems, "MIN_SAVED_TOKENS", 0)
     shape = Shape(4, 48, 20, query_heads=4, kv_heads=2, head_size=32)
     batch = shared_batch(shape, "cpu")
     ready, groups = systems.SYSTEMS[name][0](batch, shape)
-    if name == "relay":  # the timed work has to plan the tables as they are now
+    before = len(scheduled)
+    if name in ("relay", "relay-free"):  # the timed work has to plan the tables as they are now
         batch.block_table[:, 3:] = batch.block_table[:, 3:].roll(1, 0)
     out = torch.full_like(batch.q, float("nan"))
     ready(out)
     exact = exact_shared(batch, shape)
-    assert groups == 1
+    assert groups == (None if name.startswith("stock") else 1)
+    assert {told for _, told in splits} == SPLITS.get(name, {16, 32})
+    assert ((False, 16) in splits and (True, 32) in splits) == (name not in SPLITS)
+    # Timed with the work where the plan is.
+    assert scheduled[before:] == ([16, 32] if name == "relay" else [])
     assert any(calls) == (name == "relay-dense")
     assert agrees(out, exact.bfloat16(), exact), errors(out, exact)

@@ -61,6 +61,7 @@ def test_arguments_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setenv("OUT", str(tmp_path))
     args = gpu_check.parse(["op", "kernels", "op", "--quick", "--minutes", "2", "--cases", "a*"])
     assert (args.parts, args.out, args.cases) == (["op", "kernels"], tmp_path, ["a*"])
+    assert gpu_check.parse(["engine-7b", "engine"]).parts == ["engine-7b", "engine-8b"]
 
 
 @pytest.mark.parametrize("arguments", [["bogus"], ["--minutes", "0"], ["op", "-x"]])
@@ -81,7 +82,7 @@ def test_without_a_gpu_it_says_so_in_one_line_and_writes_nothing(tmp_path: Path)
 
 def test_every_part_names_its_columns_and_cases_once() -> None:
     for part in gpu_check.PARTS:
-        module = __import__(f"benchmarks.gpu.{part}", fromlist=["COLUMNS"])
+        module, _ = gpu_check.module_of(part)
         columns = ["case", "status", "failure", *module.COLUMNS, *provenance()]
         assert len(set(columns)) == len(columns)
     for module in (op, __import__("benchmarks.gpu.kernels", fromlist=["cases"])):
@@ -146,6 +147,8 @@ def test_rows_name_the_command_as_it_was_given(monkeypatch: pytest.MonkeyPatch) 
         "/somewhere/a.csv",
         "--until",
         "1.5",
+        "--report",
+        "/somewhere/a.json",
         "--quick",
         "--cases",
         "B=1 *",
@@ -174,7 +177,8 @@ def test_a_part_that_lost_its_device_is_started_again(
     )
     monkeypatch.setattr(gpu_check, "__file__", str(script))
     args = Namespace(out=tmp_path, minutes=1, quick=False, cases=[])
-    assert gpu_check.drive("op", args) == statuses[-1]
+    trouble = gpu_check.drive("op", args)
+    assert trouble[-1:] == (["ended before its last case"] if statuses[-1] else [])
     assert [len(log.read_text()) for log in tmp_path.glob("*.csv")] == [len(statuses)]
 
 
@@ -185,8 +189,65 @@ def test_a_part_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(gpu_check, "OVERTIME", 0.0)
     begun = time.monotonic()
     args = Namespace(out=tmp_path, minutes=0.01, quick=True, cases=["x"])
-    assert gpu_check.drive("op", args) == 1
+    assert gpu_check.drive("op", args) == ["ended before its last case"]
     assert time.monotonic() - begun < 20
+
+
+class Module:
+    """A part of three cases; the last takes longer than there is."""
+
+    COLUMNS = ("bar",)
+
+    @staticmethod
+    def cases(quick: bool) -> list[Case]:
+        bars = {"good": "met: a", "slow": "met: a; MISSED: b"}
+        found = [Case(name, lambda bar=bar: {"bar": bar}, 0) for name, bar in bars.items()]
+        return [*found, Case("long", dict, 900)]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "trouble"),
+    [
+        ("good", []),
+        ("slow", ["missed: slow (met: a; MISSED: b)"]),
+        ("long", ["left out: long"]),
+        ("[gl]o*", ["left out: long"]),
+        ("none", ["no case ran"]),
+    ],
+)
+def test_a_missed_bar_and_a_case_left_out_do_not_pass_and_are_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: Any,
+    chosen: str,
+    trouble: list[str],
+) -> None:
+    def run_processes(part: str, args: Namespace, csv: Path, report: Path) -> int:
+        inner = Namespace(csv=csv, until=time.time() + 60, report=report)
+        inner.cases, inner.quick = args.cases, args.quick
+        return gpu_check.run_part(part, inner)
+
+    monkeypatch.setattr(gpu_check, "module_of", lambda part: (Module, ()))
+    monkeypatch.setattr(gpu_check, "run_processes", run_processes)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_check, "provenance", lambda: SOURCE)
+    status = gpu_check.main(["op", "--out", str(tmp_path), "--cases", chosen])
+    last = capfd.readouterr().out.splitlines()[-1]
+    assert status == bool(trouble)
+    said = "NOT PASSED: " + "; ".join(f"op: {line}" for line in trouble)
+    assert last.startswith(f"gpu_check: {said if trouble else 'all parts passed'}; ")
+
+
+def test_the_last_line_names_what_a_part_that_was_ended_had_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(part: str, args: Namespace, csv: Path, report: Path) -> int:
+        Journal(csv, ("bar",), SOURCE).add("slow", {"bar": "MISSED: b"})
+        return 1
+
+    monkeypatch.setattr(gpu_check, "run_processes", ended)
+    found = gpu_check.drive("op", Namespace(out=tmp_path))
+    assert found == ["missed: slow (MISSED: b)", "ended before its last case"]
 
 
 @pytest.mark.slow

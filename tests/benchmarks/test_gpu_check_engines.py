@@ -149,22 +149,52 @@ def test_runner_v2_produces_the_forced_tokens(
     assert sampler.added == [3, 0, 3]
 
 
-def test_the_planted_error_is_in_the_lse_of_segments_only(monkeypatch: pytest.MonkeyPatch) -> None:
+@dataclass
+class Part:
+    causal: bool
+
+
+def test_the_planted_error_is_in_the_lse_of_segments_and_not_in_the_self_test(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm_relay.backend import cuda_impl, self_test
     from vllm_relay.ops import paged
 
     def stock(q: Any, k: Any, v: Any, step: Any, attend: Any, **kwargs: Any) -> list[Any]:
         return [attend(part, q, k, v, kwargs["out"]) for part in step]
 
-    monkeypatch.setattr(paged, "paged_relay", stock)
+    real = paged.paged_relay
+    assert cuda_impl.paged_relay is self_test.paged_relay is real
+    monkeypatch.setattr(cuda_impl, "paged_relay", stock)
     in_engine.plant_wrong_lse()
+    assert self_test.paged_relay is paged.paged_relay is real
     step = [Part(causal=False), Part(causal=True)]
-    found = paged.paged_relay(0, 0, 0, step, lambda *_: torch.ones(1), out=None, side=None)
+    found = cuda_impl.paged_relay(0, 0, 0, step, lambda *_: torch.ones(1), out=None, side=None)
     assert [float(lse) for lse in found] == pytest.approx([1.1, 1.0])
 
 
-@dataclass
-class Part:
-    causal: bool
+def test_full_graphs_are_counted_on_both_runners(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+    from vllm.config import CUDAGraphMode
+    from vllm.forward_context import ForwardContext, override_forward_context
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    ran = []
+    monkeypatch.setattr(CudaGraphManager, "run_fullgraph", lambda self, desc: ran.append(desc))
+    monkeypatch.setattr(CUDAGraphWrapper, "__call__", lambda self, x: ran.append(x))
+    before = in_engine.replays()
+    in_engine.count_replays()
+    CudaGraphManager.__new__(CudaGraphManager).run_fullgraph("v2")
+    modes = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+    for own in modes:
+        wrapper = CUDAGraphWrapper.__new__(CUDAGraphWrapper)
+        wrapper.runtime_mode = own
+        wrapper("outside")
+        for mode in (*modes, CUDAGraphMode.NONE):
+            context = ForwardContext({}, {}, {}, cudagraph_runtime_mode=mode)
+            with override_forward_context(context):
+                wrapper(mode.name)
+    assert in_engine.replays() - before == 2 and len(ran) == 9
 
 
 def plant_wrong_lse_on_cpu() -> None:
@@ -218,7 +248,7 @@ def test_decode_is_timed_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     cases = [engine.make_case(b, p, VOCABULARY, 2, 4) for b, p in ((4, 256), (3, 0))]
     settings = (("enforce_eager", True), ("additional_config", {"relay": {"min_saved_tokens": 0}}))
     systems = [
-        engine.System(name, backend, "v1", settings)
+        engine.System(name, backend, "v1", settings, graphs=False)
         for name, backend in (("stock", "CPU_ATTN"), ("relay", "RELAY"))
     ]
     left_out = engine.run_model(

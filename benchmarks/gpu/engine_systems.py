@@ -1,0 +1,48 @@
+"""What the parts ``engine-8b`` and ``engine-7b`` serve, and how."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class System:
+    """One way to serve a model.
+
+    Attributes:
+        settings: engine arguments. patches: see `engine_process`.
+        against: the system whose rate ``times_stock`` is of. alone: only the cases without sharing.
+        graphs: whether every timed step has to be a full CUDA graph.
+    """
+
+    name: str
+    backend: str
+    runner: str
+    settings: tuple[tuple[str, Any], ...] = ()
+    patches: tuple[str, ...] = ()
+    against: str = "stock"
+    alone: bool = False
+    graphs: bool = True
+
+
+SYSTEMS = (
+    System("stock", "FLASH_ATTN", "v2"),
+    System("relay", "RELAY", "v2"),
+    System(
+        "cascade",
+        "FLASH_ATTN",
+        "v1",
+        (("disable_cascade_attn", False),),
+        ("benchmarks.gpu.in_engine:count_cascades",),
+        graphs=False,
+    ),
+)
+# Runner V1 has one set of graphs, with relay in it: what does that cost where nothing is shared?
+SYSTEMS_V1 = (
+    System("stock-v1", "FLASH_ATTN", "v1", against="stock-v1", alone=True),
+    System("relay-v1", "RELAY", "v1", against="stock-v1", alone=True),
+)
+# part "engine-" + key -> its model and systems, in the order in which they run
+PARTS = {
+    "8b": ("llama-3-8b", (*SYSTEMS, *SYSTEMS_V1)),
+    "7b": ("llama-2-7b", SYSTEMS),
+}
