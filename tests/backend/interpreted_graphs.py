@@ -63,7 +63,7 @@ def manager(monkeypatch) -> Any:
         monkeypatch.setattr(cudagraph_utils, name, value, raising=False)
     made = object.__new__(cudagraph_utils.CudaGraphManager)
     vars(made).update(
-        graphs={}, device=None, pool=None, use_breakable_cg=False, ubatch_runner=None,
+        graphs={}, device=None, pool=(0, 1), use_breakable_cg=False, ubatch_runner=None,
         vllm_config=None, _max_full_descs_to_capture=None, _capture_mem_samples=None,
         _capture_descs={CUDAGraphMode.FULL: [Desc(8), Desc(4), Desc(1)]},
     )  # fmt: skip
