@@ -31,14 +31,17 @@ class _Counters:
 
 _counters = _Counters()
 # Plans on a device count there: how to ask each, as long as it lives, and KV bytes of a token.
-_devices: list[tuple["weakref.WeakMethod[Callable[[], tuple[Report, Report]]]", int]] = []
+_devices: list[tuple["weakref.WeakMethod[Callable[[bool], tuple[Report, Report]]]", int]] = []
 _said: set[str] = set()
 _speaks = True
 _reported_at = 0.0
 
 
-def counters() -> dict[str, int]:
+def counters(wait: bool = True) -> dict[str, int]:
     """What this process counted since it started.
+
+    Args:
+        wait: for the steps that a device is still planning; else they are left out.
 
     Returns:
         steps: steps planned, per KV cache group. steps_relayed: those with at least one group of
@@ -56,7 +59,7 @@ def counters() -> dict[str, int]:
             # of a builder that vLLM made for a try
             _devices.remove(entry)
             continue
-        total = newest()[1]
+        total = newest(wait)[1]
         for name in ("steps", "steps_relayed", "groups", "requests", "tokens_shared"):
             found[name] += getattr(total, name)
         found["kv_bytes_not_read"] += total.tokens_saved * kv_bytes_per_token
@@ -89,7 +92,7 @@ def count_step(plan: RelayPlan | None, kv_bytes_per_token: int) -> None:
     _report_now_and_then()
 
 
-def follow_device(newest: Callable[[], tuple[Report, Report]], kv_bytes_per_token: int) -> None:
+def follow_device(newest: Callable[[bool], tuple[Report, Report]], kv_bytes_per_token: int) -> None:
     """Count what a plan on a device counts there, as long as it lives.
 
     Args:
@@ -159,4 +162,5 @@ def _report_now_and_then() -> None:
 
 
 def _log_counters() -> None:
-    logger.info("relay: %s", " ".join(f"{name}={value}" for name, value in counters().items()))
+    counted = counters(wait=False)
+    logger.info("relay: %s", " ".join(f"{name}={value}" for name, value in counted.items()))

@@ -372,6 +372,34 @@ def test_totals_grow_and_uncounted_steps_do_not() -> None:
     assert plan.newest()[1] == total
 
 
+def test_reports_that_are_not_done_are_left_out_unless_waited_for() -> None:
+    class Event:
+        def __init__(self, done: bool) -> None:
+            self.done = done
+
+        def query(self) -> bool:
+            return self.done
+
+        def record(self) -> None:
+            self.done = False
+
+        def synchronize(self) -> None:
+            self.done = True
+
+    batch = tenants(np.random.default_rng(0), 6)
+    plan = new_plan(batch)
+    assert plan.newest(wait=False)[1].steps == 0
+    update(plan, batch)
+    update(plan, batch)
+    plan._copied[:2] = Event(True), Event(False)
+    assert plan.newest(wait=False)[1].steps == 1
+    assert plan.newest()[1].steps == 2
+    assert plan._copied[1].done
+    for wrong in (-1, 2):
+        with pytest.raises(ValueError, match=r"^update: "):
+            plan.report(wrong)
+
+
 def test_steps_of_one_shape_have_one_address() -> None:
     rng = np.random.default_rng(2)
     first = tenants(rng, 6)

@@ -275,6 +275,10 @@ class DevicePlan:
         groups, requests, shared, saved, stock = numbers[-n:]
         return last, Report(groups, requests, shared, saved, stock, numbers[n], numbers[n + 1])
 
-    def newest(self) -> tuple[Report, Report]:
-        """`report` of the last planned step; waits for it."""
-        return self.report(self._updates - 1) if self._updates else (Report(), Report())
+    def newest(self, wait: bool = True) -> tuple[Report, Report]:
+        """`report` of the last planned step, or without ``wait`` of the last that is done."""
+        for update in reversed(range(max(0, self._updates - _REPORTS), self._updates)):
+            event = self._copied[update % _REPORTS]
+            if wait or event is None or event.query():
+                return self.report(update)
+        return Report(), Report()
