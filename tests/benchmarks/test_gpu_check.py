@@ -260,14 +260,12 @@ def test_our_kernels_under_the_interpreter() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("part", gpu_check.PARTS)
 def test_a_quick_run_of_each_part_passes(part: str, tmp_path: Path) -> None:
     assert gpu_check.main([part, "--quick", "--out", str(tmp_path)]) == 0
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_times_on_a_gpu_grow_with_the_work() -> None:
     watch = timing.Stopwatch(replays=5)
     small, large = (torch.empty(n << 20, device="cuda") for n in (16, 256))

@@ -12,8 +12,6 @@ from tests.ops import inputs, test_context, test_system
 from tests.ops.test_fusion_triton import HERE, run
 from vllm_relay.ops import reference
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["system", "context"])
@@ -28,7 +26,6 @@ def test_compiles_for_cuda():
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("dtype", inputs.DTYPES, ids=str)
 def test_paged_groups_on_a_gpu_without_a_sync(dtype):
     from vllm_relay.ops.triton.system import paged_system_attention
@@ -52,7 +49,6 @@ def test_paged_groups_on_a_gpu_without_a_sync(dtype):
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_a_captured_graph_follows_new_lengths():
     from vllm_relay.ops.triton.context import context_attention
 
@@ -75,7 +71,6 @@ def test_a_captured_graph_follows_new_lengths():
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_system_attention_of_many_tiles_on_a_gpu():
     from vllm_relay.ops.triton.system import system_attention
 

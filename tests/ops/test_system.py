@@ -45,7 +45,6 @@ def skip_unless_usable(op, q, k, v):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("dtype", inputs.DTYPES, ids=str)
 @pytest.mark.parametrize("provider", [None, "flash-attn", "triton", "xformers", "torch"])
 def test_providers_on_a_gpu(provider, dtype):

@@ -130,17 +130,13 @@ class RelayImpl(FlashAttentionImpl):
         """One FlashAttention call over the KV cache; writes out and returns LSE ``[Hq, T]``."""
         if isinstance(part, DensePart):
             where = {
-                "cu_seqlens_q": part.query_start_loc,
                 "cu_seqlens_k": part.key_start_loc,
-                "max_seqlen_q": part.max_query_len,
                 "num_splits": step.paged.levels[0].max_num_splits,
             }
         else:
             where = {
-                "cu_seqlens_q": part.query_start_loc,
                 "seqused_k": part.seq_lens,
                 "block_table": part.block_table,
-                "max_seqlen_q": part.max_query_len,
                 "scheduler_metadata": part.scheduler_metadata,
                 "num_splits": part.max_num_splits,
             }
@@ -149,6 +145,8 @@ class RelayImpl(FlashAttentionImpl):
             k=keys,
             v=values,
             out=out,
+            cu_seqlens_q=part.query_start_loc,
+            max_seqlen_q=part.max_query_len,
             max_seqlen_k=part.max_seq_len,
             softmax_scale=self.scale,
             causal=part.causal,

@@ -59,7 +59,7 @@ def run(case: Case, device: torch.device) -> tuple[str, ...]:
         try:
             failures += _try(case, device, queries, ROWS * repeat, splits)
         except Exception as error:
-            failures.append(f"{type(error).__name__}: {str(error).splitlines()[:1]}")
+            failures.append(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
         if failures:
             break
     return tuple(dict.fromkeys(failures))

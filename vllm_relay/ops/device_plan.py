@@ -195,24 +195,24 @@ class DevicePlan:
         self._check("query_start_loc", query_start_loc, (rows + 1,), "[R + 1]")
         if not 0 <= num_tokens <= self.max_tokens:
             raise ValueError(f"num_tokens: {num_tokens} is not in 0 .. {self.max_tokens}")
+        groups, b = self.groups_of(rows), self.buffers
         self._make_plan(
             block_table,
             seq_lens,
             query_start_loc,
-            self.buffers,
+            b,
             num_tokens=num_tokens,
-            num_groups=self.groups_of(rows),
+            num_groups=groups,
             block_size=self.block_size,
             min_saved_blocks=self._min_saved_blocks,
             count=count,
         )
         slot = self._updates % _REPORTS
-        self._reports[slot].copy_(self.buffers.report, non_blocking=True)
+        self._reports[slot].copy_(b.report, non_blocking=True)
         event = self._copied[slot]
         if event is not None and not torch.cuda.is_current_stream_capturing():
             event.record()
         self._updates += 1
-        groups, b = self.groups_of(rows), self.buffers
         return PagedStep(
             levels=[
                 Part(

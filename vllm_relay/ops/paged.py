@@ -69,7 +69,7 @@ def paged_relay(
     from vllm_relay.ops.triton.gather import gather_rows
 
     def system() -> tuple[list[Tensor], list[Tensor]]:
-        outs = [torch.empty_like(out) for _ in step.index]
+        outs = [torch.empty_like(out) for _ in range(step.index.shape[0])]
         queries = gather_rows(q, step.index[: len(step.levels)])
         lses = [
             attend(part, queries[level], k_cache, v_cache, outs[level])

@@ -89,18 +89,20 @@ def _attend_level(
     groups = len(lens)
     width = flat.shape[0] // groups
     empty = width == 0 or shared_k.shape[1] == 0
-    if groups > 1 and not empty:
-        provider = providers.choose("system", flat, shared_k[0], shared_v[0])
-        if provider.name == "triton":
-            from vllm_relay.ops.triton.system import paged_system_attention
+    if (
+        groups > 1
+        and not empty
+        and providers.choose("system", flat, shared_k[0], shared_v[0]).name == "triton"
+    ):
+        from vllm_relay.ops.triton.system import paged_system_attention
 
-            # All groups in one launch: each is a sequence of one block.
-            index = torch.arange(groups + 1, dtype=torch.int32, device=flat.device)
-            used = torch.tensor(lens, dtype=torch.int32, device=flat.device)
-            return paged_system_attention(
-                flat, shared_k, shared_v, index[:groups, None], used, index * width,
-                scale, width, shared_k.shape[1],
-            )  # fmt: skip
+        # All groups in one launch: each is a sequence of one block.
+        index = torch.arange(groups + 1, dtype=torch.int32, device=flat.device)
+        used = torch.tensor(lens, dtype=torch.int32, device=flat.device)
+        return paged_system_attention(
+            flat, shared_k, shared_v, index[:groups, None], used, index * width,
+            scale, width, shared_k.shape[1],
+        )  # fmt: skip
     parts = [
         system_attention(
             flat[j * width : (j + 1) * width], shared_k[j, :n], shared_v[j, :n], scale=scale

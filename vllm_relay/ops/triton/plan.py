@@ -14,8 +14,8 @@ Who groups with whom, per level:
    it, the one that saves most reads, (members - 1) * depth, is the depth of the group.
 4. *settle*: rows that reach that depth are its members. They are laid out.
 
-Against the best choice, which `sharing.find_forest` makes, this saves more than 94 % of the reads
-in random batches of tenants and documents (a test in tests/ops/interpreted_plan.py holds that).
+How close this comes to the best choice, which `sharing.find_forest` makes, in random batches of
+tenants and documents is held by a test in tests/ops/interpreted_plan.py.
 """
 
 from dataclasses import dataclass
