@@ -5,6 +5,7 @@ concatenation of one shared piece per level and its own tokens.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +17,18 @@ from vllm_relay.ops.system import system_attention
 
 _KV = "[B, L, Hkv, D]"
 _SHARED = "[B_i, S_i, Hkv, D]"
+_EXACT = "[S_j, Hkv, D]"
+
+# One padded tensor, or one tensor per row.
+Pieces = Tensor | Sequence[Tensor]
 
 
 def relay_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    shared_ks: Sequence[Tensor],
-    shared_vs: Sequence[Tensor],
+    shared_ks: Sequence[Pieces],
+    shared_vs: Sequence[Pieces],
     seq_lens: Tensor | None = None,
     shared_seq_lens: Sequence[Tensor | None] | None = None,
     *,
@@ -39,9 +44,11 @@ def relay_attention(
         q: [B, Nq, Hq, D], bf16, fp16 or fp32.
         k, v: [B, L, Hkv, D]; Hkv divides Hq; L may be 0.
         shared_ks, shared_vs: one [B_i, S_i, Hkv, D] per level, coarsest first: B_i divides
-            B_{i+1}, and each divides B. May be empty.
+            B_{i+1}, and each divides B. May be empty. A level may also be a list or tuple of B_i
+            tensors [S_j, Hkv, D] without padding, as `packed.split(lens)` gives; on CUDA it costs
+            one launch per piece.
         seq_lens: [B] int32, tokens of k, v in use; L where None.
-        shared_seq_lens: one [B_i] int32 per level (or None for S_i).
+        shared_seq_lens: one [B_i] int32 per level (or None for S_i, and where it is a list).
         scale: multiplies the scores; D ** -0.5 where None.
 
     Returns:
@@ -83,15 +90,17 @@ def relay_attention(
 
 
 def _attend_level(
-    flat: Tensor, shared_k: Tensor, shared_v: Tensor, lens: list[int], scale: float
+    flat: Tensor, shared_k: Pieces, shared_v: Pieces, lens: list[int], scale: float
 ) -> tuple[Tensor, Tensor]:
     """System attention of one level: its groups are runs of adjacent rows of flat [T, Hq, D]."""
     groups = len(lens)
     width = flat.shape[0] // groups
-    empty = width == 0 or shared_k.shape[1] == 0
     if (
         groups > 1
-        and not empty
+        and width > 0
+        and isinstance(shared_k, Tensor)
+        and isinstance(shared_v, Tensor)
+        and shared_k.shape[1] > 0
         and providers.choose("system", flat, shared_k[0], shared_v[0]).name == "triton"
     ):
         from vllm_relay.ops.triton.system import paged_system_attention
@@ -105,7 +114,7 @@ def _attend_level(
         )  # fmt: skip
     parts = [
         system_attention(
-            flat[j * width : (j + 1) * width], shared_k[j, :n], shared_v[j, :n], scale=scale
+            flat[j * width : (j + 1) * width], shared_k[j][:n], shared_v[j][:n], scale=scale
         )
         for j, n in enumerate(lens)
     ]
@@ -115,10 +124,10 @@ def _attend_level(
 def _levels(
     q: Tensor,
     k: Tensor,
-    shared_ks: Sequence[Tensor],
-    shared_vs: Sequence[Tensor],
+    shared_ks: Sequence[Pieces],
+    shared_vs: Sequence[Pieces],
     shared_seq_lens: Sequence[Tensor | None] | None,
-) -> list[tuple[Tensor, Tensor, list[int]]]:
+) -> list[tuple[Pieces, Pieces, list[int]]]:
     """The checked levels as (k, v, tokens in use per row)."""
     if len(shared_vs) != len(shared_ks):
         raise ValueError(f"shared_vs: {len(shared_vs)} levels, but shared_ks has {len(shared_ks)}")
@@ -132,21 +141,41 @@ def _levels(
     for i, (shared_k, shared_v, lens) in enumerate(
         zip(shared_ks, shared_vs, all_lens, strict=True)
     ):
-        name = f"shared_ks[{i}]"
-        checks.key_value(q, shared_k, shared_v, 4, _SHARED, (name, f"shared_vs[{i}]"))
-        rows, most, heads, _ = shared_k.shape
-        if heads != k.shape[2]:
-            raise ValueError(f"{name}: {heads} KV heads differ from k's {k.shape[2]}")
+        used = _sizes(q, k.shape[2], i, shared_k, shared_v)
+        rows = len(used)
         if rows == 0 or q.shape[0] % rows or rows % coarser:
             raise ValueError(
-                f"{name}: {rows} rows must divide the batch of {q.shape[0]} and be a multiple of "
-                f"the coarser level's {coarser}"
+                f"shared_ks[{i}]: {rows} rows must divide the batch of {q.shape[0]} and be a "
+                f"multiple of the coarser level's {coarser}"
             )
         coarser = rows
-        used = [most] * rows
         if lens is not None:
             name = f"shared_seq_lens[{i}]"
+            if not isinstance(shared_k, Tensor):
+                raise ValueError(f"{name}: expected None, the pieces of a list are used whole")
             checks.integers(name, lens, (rows,), "[B_i]", q.device)
-            used = checks.lengths(name, lens, most)
+            used = checks.lengths(name, lens, shared_k.shape[1])
         levels.append((shared_k, shared_v, used))
     return levels
+
+
+def _sizes(q: Tensor, kv_heads: int, i: int, shared_k: Any, shared_v: Any) -> list[int]:
+    """Tokens of each piece of level i, once the level is known to fit."""
+    if not isinstance(shared_k, list | tuple):
+        _key_value(q, kv_heads, shared_k, shared_v, 4, _SHARED, f"[{i}]")
+        rows, most = shared_k.shape[:2]
+        return [most] * rows
+    if not isinstance(shared_v, list | tuple) or len(shared_v) != len(shared_k):
+        raise ValueError(f"shared_vs[{i}]: expected {len(shared_k)} tensors {_EXACT}")
+    for j, (piece_k, piece_v) in enumerate(zip(shared_k, shared_v, strict=True)):
+        _key_value(q, kv_heads, piece_k, piece_v, 3, _EXACT, f"[{i}][{j}]")
+    return [piece.shape[0] for piece in shared_k]
+
+
+def _key_value(
+    q: Tensor, kv_heads: int, k: Tensor, v: Tensor, dims: int, layout: str, index: str
+) -> None:
+    name = f"shared_ks{index}"
+    checks.key_value(q, k, v, dims, layout, (name, f"shared_vs{index}"))
+    if k.shape[-2] != kv_heads:
+        raise ValueError(f"{name}: {k.shape[-2]} KV heads differ from k's {kv_heads}")

@@ -1,33 +1,169 @@
-"""Whether sharing pays: one threshold for now. A fitted cost model replaces it behind `select`."""
+"""What a step's attention is predicted to take: as vLLM runs it, and with a forest of groups.
 
-from vllm_relay.sharing.forest import Forest, Group, Level
+Each kernel takes, per layer,
+
+    call + token * query tokens + first * KV tokens that it reads for the first time
+         + read * (row, KV token) pairs + pair * (query token, KV token) pairs
+
+The terms are launches, work per query, memory traffic, traffic from caches and arithmetic. vLLM's
+own kernel reads every row's sequence; what rows share comes from memory once (where the machine's
+cache holds it) and is read by each. With groups, system attention reads each segment once for all
+its queries and never per row; context attention reads what is left of the rows in groups; and
+fusion takes time per query token and partial. Rows in no group stay with vLLM's own kernel.
+
+The memory traffic of a prefix that is in no group is charged to the rows that hold it in equal
+parts. So predicted time is a sum over groups and rows, and the best groups can be found exactly.
+"""
+
+from dataclasses import astuple, dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_relay.sharing.forest import Forest, Int32Array
+from vllm_relay.sharing.trie import Trie
 
 
-def tokens_saved(group: Group, block_size: int) -> int:
-    """KV token reads saved per layer and step: one member reads the segment instead of each."""
-    return (len(group.rows) - 1) * group.segment.blocks * block_size
+@dataclass(frozen=True)
+class KernelCosts:
+    """Seconds that one kernel takes, see the module: per call, query token, KV token and pair."""
+
+    call: float = 0.0
+    token: float = 0.0
+    first: float = 0.0
+    read: float = 0.0
+    pair: float = 0.0
+
+    def times(self, factor: float) -> "KernelCosts":
+        """A kernel that is slower by this factor."""
+        return KernelCosts(*(factor * cost for cost in astuple(self)))
 
 
-def select(forest: Forest, *, min_saved_tokens: int) -> Forest:
-    """Keep the groups that save at least ``min_saved_tokens``.
+@dataclass(frozen=True)
+class Costs:
+    """Costs of one layer of one head shape on one device.
 
-    A group that saves less stays where a kept one is nested in it: that one starts where it ends.
-
-    Raises:
-        ValueError: min_saved_tokens is negative.
+    Attributes:
+        stock: vLLM's own attention. context: context attention, which returns the LSE.
+        system: system attention; ``call`` is per group, ``token`` per query token and level.
+        fusion: seconds per query token and partial.
+        step: seconds that a relayed step takes in addition, whatever is in it. level: per level.
+        copy: seconds to copy one KV token of a segment, where system attention wants it elsewhere
+            than in the KV cache; paid once per segment, not in the predictions.
     """
-    if min_saved_tokens < 0:
-        raise ValueError(f"min_saved_tokens must be >= 0, got {min_saved_tokens}")
-    kept: list[Level] = []
-    nested: set[int] = set()  # one row of each kept group of the level below names it
-    for level in reversed(forest.levels):
-        groups = tuple(
-            group
-            for group in level
-            if tokens_saved(group, forest.block_size) >= min_saved_tokens
-            or (nested and not nested.isdisjoint(group.rows.tolist()))
+
+    stock: KernelCosts
+    context: KernelCosts
+    system: KernelCosts
+    fusion: float = 0.0
+    step: float = 0.0
+    level: float = 0.0
+    copy: float = 0.0
+
+    def with_margin(self, margin: float) -> "Costs":
+        """These costs with the relayed path slower by ``margin`` (0.1: by 10 %)."""
+        factor = 1 + margin
+        return replace(
+            self,
+            context=self.context.times(factor),
+            system=self.system.times(factor),
+            fusion=factor * self.fusion,
+            step=factor * self.step,
+            level=factor * self.level,
         )
-        nested = {int(group.rows[0]) for group in groups}
-        if groups:
-            kept.append(groups)
-    return Forest(tuple(reversed(kept)), forest.num_rows, forest.block_size)
+
+
+def reads(min_saved_tokens: int = 0) -> Costs:
+    """Costs that count KV tokens read instead of seconds; ties: fewer groups, then more members.
+
+    Args:
+        min_saved_tokens: a group has to save at least so many reads.
+    """
+    # Far below one token, for a thousand groups and a million rows.
+    tie = 2.0**-11
+    return Costs(
+        stock=KernelCosts(token=tie**2, read=1.0),
+        context=KernelCosts(read=1.0),
+        system=KernelCosts(call=max(min_saved_tokens - tie, tie), first=1.0),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class StepShape:
+    """What a step's predicted time depends on, beside the groups.
+
+    Attributes:
+        trie: of all rows, with the rows' own lengths. block_size: tokens per block.
+        seq_lens: int32 [R], tokens that each row attends to, this step's included.
+        query_lens: int32 [R], query tokens of each row in this step.
+    """
+
+    trie: Trie
+    block_size: int
+    seq_lens: Int32Array
+    query_lens: Int32Array
+
+    def tokens_stock(self) -> int:
+        """KV tokens read by vLLM's own attention: every row its whole sequence."""
+        return int(self.seq_lens.sum())
+
+    def tokens_once(self) -> int:
+        """KV tokens of the step that are different."""
+        return self.tokens_stock() - self.trie.blocks_repeated() * self.block_size
+
+    def shares(self) -> NDArray[np.float64]:
+        """Per row: tokens read first, where those of a prefix are shared out to who holds it."""
+        first = self.seq_lens.astype(np.float64)
+        for node, rows in enumerate(self.trie.rows):
+            depth = self.trie.depth[node]
+            first[rows] += (self.trie.share(node, depth) - depth) * self.block_size
+        return first
+
+
+def predict_stock(shape: StepShape, costs: Costs) -> float:
+    """Seconds per layer that vLLM's own attention takes for a step."""
+    stock, lens, queries = costs.stock, shape.seq_lens, shape.query_lens
+    return float(
+        stock.call
+        + stock.token * queries.sum()
+        + stock.first * shape.tokens_once()
+        + stock.read * lens.sum()
+        + stock.pair * (queries.astype(np.int64) @ lens)
+    )
+
+
+def predict(forest: Forest, shape: StepShape, costs: Costs) -> float:
+    """Seconds per layer that a step takes with these groups; without any, `predict_stock`.
+
+    vLLM's own kernel is charged its call even when every row is in a group.
+    """
+    total = predict_stock(shape, costs)
+    if not forest.levels:
+        return total
+    size, context, system, stock = shape.block_size, costs.context, costs.system, costs.stock
+    queries = shape.query_lens.astype(np.int64)
+    end = np.zeros(len(queries), dtype=np.int64)
+    partials = np.zeros(len(queries), dtype=np.int64)
+    held = np.zeros(len(queries))
+    node_of = np.zeros(len(queries), dtype=np.int64)
+    for node, own in enumerate(shape.trie.rows):
+        node_of[own] = node
+    total += costs.step + context.call
+    for level in forest.levels:
+        total += costs.level
+        for group in level:
+            rows, tokens = group.rows, group.segment.blocks * size
+            total += system.call + system.first * tokens
+            total += (system.token + system.pair * tokens) * queries[rows].sum()
+            end[rows] = group.segment.end * size
+            partials[rows] += 1
+            held[rows] = size * shape.trie.share(int(node_of[rows[0]]), group.segment.end)
+    rows = np.flatnonzero(partials)
+    q, lens, left = queries[rows], shape.seq_lens[rows], shape.seq_lens[rows] - end[rows]
+    first = shape.shares()[rows]
+    total -= stock.token * q.sum() + stock.first * first.sum()
+    total -= stock.read * lens.sum() + stock.pair * (q @ lens)
+    total += context.token * q.sum() + context.first * (first - held[rows]).sum()
+    total += context.read * left.sum() + context.pair * (q @ left)
+    total += costs.fusion * (q @ (partials[rows] + 1))
+    return float(total)

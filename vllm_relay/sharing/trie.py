@@ -1,0 +1,154 @@
+"""Block tables -> trie: every way in which rows share leading KV blocks."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Trie:
+    """The compressed trie of rows that share, without leaves: each node has at least two rows.
+
+    Attributes:
+        depth: blocks that the rows at and below each node share; node 0 is the root, of depth 0.
+        parent: node above each one; parents come before their children. -1 for the root.
+        rows: int32, rows that no deeper node holds, of each node.
+        count: rows at and below each node.
+        num_rows: rows of the batch, those that share nothing included.
+    """
+
+    depth: list[int]
+    parent: list[int]
+    rows: list[Int32Array]
+    count: list[int]
+    num_rows: int
+
+    def __len__(self) -> int:
+        """Nodes, the root left out."""
+        return len(self.depth) - 1
+
+    @property
+    def width(self) -> int:
+        """Blocks of the longest prefix that two rows share."""
+        return max(self.depth)
+
+    def share(self, node: int, depth: int) -> float:
+        """The first ``depth`` blocks of a row at ``node``, each divided by the rows that hold it."""
+        share = 0.0
+        while node > 0:
+            above = self.parent[node]
+            share += max(min(depth, self.depth[node]) - self.depth[above], 0) / self.count[node]
+            node = above
+        return share
+
+    def blocks_repeated(self) -> int:
+        """Blocks that rows hold in all, less those that are different."""
+        edges = zip(self.count[1:], self.depth[1:], self.parent[1:], strict=True)
+        return sum((count - 1) * (depth - self.depth[parent]) for count, depth, parent in edges)
+
+
+def build_trie(block_table: Int32Array, computed_lens: Int32Array, block_size: int) -> Trie:
+    """The trie of a step; arguments as `find_forest`, which checks them."""
+    num_rows, num_columns = block_table.shape
+    if num_rows > 1 and num_columns > 0:
+        rows = _rows_sharing_first_block(block_table, computed_lens, block_size)
+        if len(rows):
+            depths = np.minimum(computed_lens[rows] // block_size, num_columns)
+            return _build(rows, block_table, depths)
+    return Trie([0], [-1], [np.empty(0, dtype=np.int32)], [0], num_rows)
+
+
+def thin(trie: Trie, most: int) -> Trie:
+    """The trie with at most about ``most`` nodes on every path; rows move to the node above.
+
+    Choosing groups takes time that grows with the square of a path's nodes. Only rows that each
+    share one block more than the last make paths this long.
+    """
+    height = [0] * len(trie.depth)
+    for node in range(1, len(height)):
+        height[node] = height[trie.parent[node]] + 1
+    if max(height) <= most:
+        return trie
+    step = -(-trie.width // most)
+    kept, depth, parent, rows, count = [0] * len(height), [0], [-1], [[trie.rows[0]]], [0]
+    for node in range(1, len(height)):
+        above = kept[trie.parent[node]]
+        if above and trie.depth[node] // step == depth[above] // step:
+            kept[node] = above
+            rows[above].append(trie.rows[node])
+            continue
+        kept[node] = len(depth)
+        depth.append(trie.depth[node])
+        parent.append(above)
+        rows.append([trie.rows[node]])
+        count.append(trie.count[node])
+    return Trie(depth, parent, [np.concatenate(r) for r in rows], count, trie.num_rows)
+
+
+def _rows_sharing_first_block(
+    block_table: Int32Array, computed_lens: Int32Array, block_size: int
+) -> NDArray[np.intp]:
+    """Rows whose first block another row holds too. Steps without sharing pay for this alone."""
+    first = np.where(computed_lens >= block_size, block_table[:, 0], 0)
+    order = first.argsort()
+    first = first[order]
+    same = first[1:] == first[:-1]
+    same &= first[1:] > 0
+    if not same.any():
+        return order[:0]
+    member = np.zeros(len(first), dtype=np.bool_)
+    member[1:] = same
+    member[:-1] |= same
+    return order[member]
+
+
+def _build(rows: NDArray[np.intp], block_table: Int32Array, depths: Int32Array) -> Trie:
+    """Sort, then compare neighbours."""
+    width = int(depths.max())
+    blocks = block_table[rows, :width]
+    # Stale columns must neither match nor separate rows: from here on an id <= 0 ends a row.
+    blocks[np.arange(width) >= depths[:, None]] = 0
+    ends = blocks <= 0
+    depths = np.where(ends.any(axis=1), ends.argmax(axis=1), width)
+    # Any total order that keeps equal prefixes together will do; that of the bytes is the cheapest.
+    keys = [row.tobytes() for row in blocks]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+
+    blocks, depths = blocks[order], depths[order]
+    differs = blocks[1:] != blocks[:-1]
+    common = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
+    common = np.minimum(common, np.minimum(depths[1:], depths[:-1]))
+
+    # Nodes as they are finished, children first: depth, rows, children.
+    done: list[tuple[int, list[int], list[int]]] = []
+    path: list[tuple[int, list[int], list[int]]] = [(0, [], [])]
+    for row, ahead in zip(rows[order].tolist(), [*common.tolist(), 0], strict=True):
+        if ahead > path[-1][0]:
+            path.append((ahead, [], []))
+        path[-1][1].append(row)
+        while path[-1][0] > ahead:
+            done.append(path.pop())
+            if path[-1][0] < ahead:
+                path.append((ahead, [], []))
+            path[-1][2].append(len(done) - 1)
+    done.append(path[0])
+
+    # In reverse every parent comes before its children.
+    last = len(done) - 1
+    parent, count = [-1] * len(done), [0] * len(done)
+    for index, (_, own, children) in enumerate(done):
+        node = last - index
+        for child in children:
+            parent[last - child] = node
+        count[node] = len(own) + sum(count[last - child] for child in children)
+    done.reverse()
+    return Trie(
+        [depth for depth, _, _ in done],
+        parent,
+        [np.array(sorted(own), dtype=np.int32) for _, own, _ in done],
+        count,
+        len(block_table),
+    )
