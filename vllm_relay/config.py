@@ -67,11 +67,11 @@ class RelayConfig:
     Attributes:
         enabled: False keeps the backend selected but every step on vLLM's own path (for
             comparisons).
-        min_saved_tokens: a group is relayed when it saves at least this many KV token reads per
-            step and layer, ``(members - 1) * shared tokens``. It stands where a fitted cost model
-            will decide.
-        max_levels: CUDA only. Levels of nested sharing that a step is planned for; each is one more
-            attention call per layer.
+        min_saved_tokens: None: groups are relayed where measured costs of the device predict that
+            it is faster. A number instead: the groups that read least, each saving at least so many
+            KV token reads per step and layer (0: whatever saves one), for tests and comparisons.
+        max_levels: most levels of nested sharing in a step; each is one more attention call per
+            layer. None: 3 on a CPU, 1 on CUDA.
         overlap: CUDA only. In CUDA graphs, run system attention on a second stream beside context
             attention.
         dense: CUDA only. Attend one group whose blocks follow one another in memory, the one that
@@ -84,8 +84,8 @@ class RelayConfig:
     """
 
     enabled: bool = True
-    min_saved_tokens: int = 32768
-    max_levels: int = 1
+    min_saved_tokens: int | None = None
+    max_levels: int | None = None
     overlap: bool = True
     dense: bool | None = None
     max_copy_gib: float = 2.0
@@ -103,6 +103,8 @@ class RelayConfig:
             ("max_copy_gib", number, 0),
         ):
             value = getattr(self, name)
+            if value is None and name != "max_copy_gib":
+                continue
             if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
                 raise ValueError(f"relay.{name} must be {expected} >= {least}, got {value!r}")
         if not isinstance(self.system_kv, SystemKVConfig):

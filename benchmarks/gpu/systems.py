@@ -13,7 +13,7 @@ from benchmarks.gpu.inputs import BLOCK, Batch, shared_in_a_row
 from benchmarks.gpu.partials import context_part
 from benchmarks.gpu.timing import Shape
 
-# The default of `RelayConfig`.
+# Reads that a group has to save for relay to be expected.
 MIN_SAVED_TOKENS = 32768
 # Those of `vllm_relay.backend.cuda`, restated: to read them there would import all of vLLM.
 PROBE_STEPS, HEARD_AFTER = 8, 2

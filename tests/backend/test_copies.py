@@ -20,7 +20,7 @@ def _table(*rows: tuple[int, ...]) -> np.ndarray:
 def _copies(*segments: tuple[int, ...], max_bytes: int = 1000) -> SegmentCopies:
     copies = SegmentCopies(bytes_per_block=10, max_bytes=max_bytes)
     for segment in segments:
-        assert copies.get(_ids(*segment)) is not None
+        assert copies.get(_ids(*segment), 0) is not None
     return copies
 
 
@@ -28,7 +28,7 @@ def test_a_copy_survives_a_step_that_holds_and_does_not_write_its_blocks() -> No
     copies = _copies((5, 6))
     before = list(copies)
     copies.begin_step(_table((1, 2, 3), (5, 6, 9)), np.array([3, 2]), np.array([9, 3]))
-    assert list(copies) == before and copies.get(_ids(5, 6)) == (before[0], 2)
+    assert list(copies) == before and copies.get(_ids(5, 6), 0) == (before[0], slice(0, 2))
 
 
 def test_a_copy_is_cut_before_a_block_that_is_written() -> None:
@@ -55,25 +55,43 @@ def test_a_copy_is_cut_to_what_some_row_holds_in_order_and_computed() -> None:
 def test_a_shorter_segment_uses_the_longer_copy_and_a_longer_one_replaces_it() -> None:
     copies = _copies((5, 6, 7))
     (copy,) = copies
-    assert copies.get(_ids(5, 6)) == (copy, 2)
-    assert copies.get(_ids(5, 6, 7)) == (copy, 3)
+    assert copies.get(_ids(5, 6), 0) == (copy, slice(0, 2))
+    assert copies.get(_ids(5, 6, 7), 0) == (copy, slice(0, 3))
     assert copies.nbytes == 30
-    longer, blocks = copies.get(_ids(5, 6, 7, 8)) or pytest.fail("no copy")
-    assert (len(copies), copies.nbytes, blocks) == (1, 40, 4)
-    other, blocks = copies.get(_ids(5, 7)) or pytest.fail("no copy")
-    assert list(copies) == [longer, other] and other.block_ids.tolist() == [5, 7] and blocks == 2
+    longer, blocks = copies.get(_ids(5, 6, 7, 8), 0) or pytest.fail("no copy")
+    assert (len(copies), copies.nbytes, blocks) == (1, 40, slice(0, 4))
+    other, blocks = copies.get(_ids(5, 7), 0) or pytest.fail("no copy")
+    assert list(copies) == [longer, other] and other.block_ids.tolist() == [5, 7]
+    assert blocks == slice(0, 2)
+
+
+def test_segments_are_found_by_column_inside_of_longer_copies() -> None:
+    copies = SegmentCopies(bytes_per_block=10, max_bytes=1000)
+    outer, _ = copies.get(_ids(1, 2, 3, 4), 0) or pytest.fail("no copy")
+    assert copies.get(_ids(3, 4), 2) == (outer, slice(2, 4))
+    assert copies.get(_ids(2), 1) == (outer, slice(1, 2))
+    assert copies.missing(_ids(3, 4, 5), 2) == 1 and copies.missing(_ids(9, 4), 2) == 2
+    assert copies.get(_ids(9, 4), 2, make=False) is None and len(copies) == 1
+    # the same ids in other columns are other tokens
+    inner, blocks = copies.get(_ids(3, 4), 5) or pytest.fail("no copy")
+    assert inner is not outer and blocks == slice(0, 2)
+    # vouched for by a row that holds them where they were
+    copies.begin_step(_table((8, 8, 8, 8, 8, 3, 4)), np.array([7]), NOTHING)
+    assert list(copies) == [inner]
+    longer, _ = copies.get(_ids(2, 3, 4), 4) or pytest.fail("no copy")
+    assert list(copies) == [longer]  # it holds what the other held
 
 
 def test_what_no_group_uses_makes_room_and_what_one_uses_does_not() -> None:
     copies = _copies((1, 2), (3, 4), max_bytes=40)
-    used, _ = copies.get(_ids(3, 4)) or pytest.fail("no copy")
-    new, blocks = copies.get(_ids(7, 8, 9), in_use=[used]) or pytest.fail("no copy")
+    used, _ = copies.get(_ids(3, 4), 0) or pytest.fail("no copy")
+    new, blocks = copies.get(_ids(7, 8, 9), 0, in_use=[used]) or pytest.fail("no copy")
     # as many as fit beside what is in use
-    assert (new.block_ids.tolist(), blocks) == ([7, 8], 2)
+    assert (new.block_ids.tolist(), blocks) == ([7, 8], slice(0, 2))
     assert list(copies) == [used, new] and copies.nbytes == 40
-    assert copies.get(_ids(1, 2), in_use=[used, new]) is None
+    assert copies.get(_ids(1, 2), 0, in_use=[used, new]) is None
     # a copy that begins alike serves as far as it is alike, and no further
-    assert copies.get(_ids(3, 9), in_use=[used, new]) == (used, 1)
+    assert copies.get(_ids(3, 9), 0, in_use=[used, new]) == (used, slice(0, 1))
     assert copies.nbytes == 40
 
 
@@ -100,12 +118,14 @@ def test_a_layer_is_copied_once_and_sliced_for_shorter_segments() -> None:
     cache = torch.randn(10, 2, 4, 6)
     layout = _RowMajor()
     (segment,) = _copies((5, 6, 7))
-    keys, values = segment.layer("a", cache, layout, 2)  # type: ignore[arg-type]
+    keys, values = segment.layer("a", cache, layout, slice(0, 2))  # type: ignore[arg-type]
     assert keys.shape == values.shape == (8, 2, 3)
     rows = cache.view(10, 2, 2, 4, 3)
     assert torch.equal(keys[4:].transpose(0, 1), rows[6, :, 0])
     assert torch.equal(values[:4].transpose(0, 1), rows[5, :, 1])
-    again, _ = segment.layer("a", cache, layout, 3)  # type: ignore[arg-type]
+    again, _ = segment.layer("a", cache, layout, slice(0, 3))  # type: ignore[arg-type]
     assert again.data_ptr() == keys.data_ptr() and layout.calls == 1
-    segment.layer("b", cache, layout, 1)  # type: ignore[arg-type]
+    later, _ = segment.layer("a", cache, layout, slice(1, 3))  # type: ignore[arg-type]
+    assert torch.equal(later[:4].transpose(0, 1), rows[6, :, 0])
+    segment.layer("b", cache, layout, slice(0, 1))  # type: ignore[arg-type]
     assert layout.calls == 2

@@ -1,4 +1,4 @@
-"""The best forest by trying all of them, for a few rows: shares nothing with `sharing.choose`."""
+"""The best forest by trying all of them, for a few rows: shares nothing with `sharing.search`."""
 
 from functools import cache
 

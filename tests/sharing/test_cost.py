@@ -1,46 +1,110 @@
-"""The decision: which groups are worth relaying."""
+"""Predicted time against the formula written out, and what makes a group pay."""
 
 import numpy as np
 import pytest
 
-from vllm_relay.sharing import Forest, Group, Segment, select, tokens_saved
+from vllm_relay.sharing import (
+    Costs,
+    Forest,
+    Group,
+    KernelCosts,
+    Segment,
+    StepShape,
+    build_trie,
+    choose,
+    predict,
+    predict_stock,
+    reads,
+)
 
 BLOCK_SIZE = 16
+# Primes, so that a term that is missing or counted twice shows.
+COSTS = Costs(
+    stock=KernelCosts(call=2.0, token=3.0, first=5.0, read=7.0, pair=11.0),
+    context=KernelCosts(call=13.0, token=17.0, first=19.0, read=23.0, pair=29.0),
+    system=KernelCosts(call=31.0, token=37.0, first=41.0, pair=43.0),
+    fusion=47.0,
+    step=53.0,
+    level=59.0,
+)
 
 
 def group(start: int, blocks: int, *rows: int) -> Group:
     return Group(Segment(start, blocks), np.array(rows, dtype=np.int32))
 
 
-def test_tokens_saved_is_one_read_less_than_members() -> None:
-    assert tokens_saved(group(0, 10, 0, 1, 2), BLOCK_SIZE) == 2 * 160
+def shape(*rows: tuple[list[int], int, int]) -> StepShape:
+    """Rows of (blocks, length, query tokens)."""
+    table = np.zeros((len(rows), max(len(blocks) for blocks, _, _ in rows)), dtype=np.int32)
+    for i, (blocks, _, _) in enumerate(rows):
+        table[i, : len(blocks)] = blocks
+    lens, queries = (np.array(x, dtype=np.int32) for x in list(zip(*rows, strict=True))[1:])
+    trie = build_trie(table, (lens - queries).astype(np.int32), BLOCK_SIZE)
+    return StepShape(trie, BLOCK_SIZE, lens, queries)
 
 
-def test_select_keeps_what_reaches_the_threshold() -> None:
-    small, large = group(0, 1, 0, 1), group(0, 10, 2, 3)
-    forest = Forest(((small, large),), 5, BLOCK_SIZE)
-    assert select(forest, min_saved_tokens=0).levels == ((small, large),)
-    assert select(forest, min_saved_tokens=16).levels == ((small, large),)
-    assert select(forest, min_saved_tokens=17).levels == ((large,),)
-    kept = select(forest, min_saved_tokens=161)
-    assert (kept.levels, kept.num_rows, kept.block_size) == ((), 5, BLOCK_SIZE)
+# Two blocks of all three, one more of the first two, and their own.
+THREE = shape(([1, 2, 3, 9], 60, 1), ([1, 2, 3], 50, 2), ([1, 2], 40, 1))
 
 
-def test_select_keeps_a_group_for_what_is_nested_in_it() -> None:
-    outer, other, inner = group(0, 1, 0, 1, 2), group(0, 1, 3, 4), group(1, 50, 1, 2)
-    forest = Forest(((outer, other), (inner,)), 5, BLOCK_SIZE)
-    kept = select(forest, min_saved_tokens=100)
-    kept.validate()
-    assert kept.levels == ((outer,), (inner,))
-    assert select(forest, min_saved_tokens=801).levels == ()
-    thin = Forest(((group(0, 50, 0, 1, 2),), (group(50, 1, 1, 2),)), 5, BLOCK_SIZE)
-    assert select(thin, min_saved_tokens=100).levels == (thin.levels[0],)
+def test_a_step_is_counted_once_and_as_vllm_reads_it() -> None:
+    assert THREE.tokens_stock() == 150
+    assert THREE.tokens_once() == 150 - 2 * 32 - 16
+    np.testing.assert_allclose(THREE.shares(), [32 / 3 + 8 + 12, 32 / 3 + 8 + 2, 32 / 3 + 8])
+    assert THREE.shares().sum() == pytest.approx(THREE.tokens_once())
 
 
-def test_select_of_nothing_is_nothing() -> None:
-    assert select(Forest((), 0, BLOCK_SIZE), min_saved_tokens=0).levels == ()
+def test_predicted_time_of_vllms_own_attention() -> None:
+    pairs = 60 + 2 * 50 + 40
+    assert predict_stock(THREE, COSTS) == pytest.approx(2 + 3 * 4 + 5 * 70 + 7 * 150 + 11 * pairs)
+    assert predict(Forest((), 3, BLOCK_SIZE), THREE, COSTS) == predict_stock(THREE, COSTS)
 
 
-def test_a_negative_threshold_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^min_saved_tokens must be >= 0, got -1"):
-        select(Forest((), 0, BLOCK_SIZE), min_saved_tokens=-1)
+def test_predicted_time_with_two_levels_and_a_row_in_one() -> None:
+    forest = Forest(((group(0, 2, 0, 1, 2),), (group(2, 1, 0, 1),)), 3, BLOCK_SIZE)
+    forest.validate()
+    system = 31 + 41 * 32 + (37 + 43 * 32) * 4 + 31 + 41 * 16 + (37 + 43 * 16) * 3
+    left, first = np.array([12, 2, 8]), np.array([12, 2, 8])
+    context = 13 + 17 * 4 + 19 * first.sum() + 23 * left.sum() + 29 * (12 + 2 * 2 + 8)
+    fusion = 47 * (3 + 2 * 3 + 2)
+    expected = 2 + system + context + fusion + 53 + 2 * 59
+    assert predict(forest, THREE, COSTS) == pytest.approx(expected)
+
+
+def test_a_prefix_in_no_group_is_shared_out_to_those_who_read_it() -> None:
+    forest = Forest(((group(0, 2, 0, 1),),), 3, BLOCK_SIZE)
+    system = 31 + 41 * 32 + (37 + 43 * 32) * 3
+    context = 13 + 17 * 3 + 19 * (8 + 12 + 8 + 2) + 23 * (28 + 18) + 29 * (28 + 2 * 18)
+    alone = 3 + 5 * (32 / 3 + 8) + 7 * 40 + 11 * 40
+    expected = 2 + alone + system + context + 47 * 2 * 3 + 53 + 59
+    assert predict(forest, THREE, COSTS) == pytest.approx(expected)
+
+
+def test_a_margin_slows_the_relayed_path_alone() -> None:
+    forest = Forest(((group(0, 2, 0, 1, 2),),), 3, BLOCK_SIZE)
+    slower = COSTS.with_margin(0.5)
+    assert predict_stock(THREE, slower) == predict_stock(THREE, COSTS)
+    relayed = predict(forest, THREE, COSTS) - COSTS.stock.call
+    assert predict(forest, THREE, slower) == pytest.approx(1.5 * relayed + COSTS.stock.call)
+
+
+def test_what_a_group_has_to_save_can_be_given() -> None:
+    def members(least: int) -> list[list[int]]:
+        forest = choose(THREE, reads(least), 1).forest
+        return [g.rows.tolist() for level in forest.levels for g in level]
+
+    assert members(0) == members(64) == [[0, 1, 2]]  # two reads less of two blocks
+    assert members(65) == []
+
+
+def test_counting_reads_prefers_fewer_groups() -> None:
+    two = shape(([1, 2, 3], 60, 1), ([1, 2, 3], 60, 1))
+    forest = choose(two, reads(), 3).forest
+    assert [(g.segment, g.rows.tolist()) for level in forest.levels for g in level] == [
+        (Segment(0, 3), [0, 1])
+    ]
+
+
+def test_no_levels_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^max_levels must be >= 1, got 0"):
+        choose(THREE, COSTS, 0)

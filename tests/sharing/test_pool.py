@@ -13,19 +13,19 @@ from vllm_relay.ops import context_attention, relay_fusion, system_attention
 from vllm_relay.sharing import (
     Forest,
     Group,
-    LevelPlan,
+    Planner,
     RelayPlan,
     Segment,
     find_forest,
     make_plan,
-    select,
+    reads,
 )
 
 QUERY_HEADS = 2
 TOLERANCE = 1e-5  # fp32 attention over at most 56 tokens of unit-variance values
 
 Finder = Callable[[Batch], Forest]
-Planner = Callable[[Forest, Batch], RelayPlan | None]
+PlanMaker = Callable[[Forest, Batch], RelayPlan | None]
 SegmentReader = Callable[[SimulatedPool, list[int]], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -39,8 +39,13 @@ def one_thread() -> Iterator[None]:
 
 
 def find(batch: Batch) -> Forest:
-    forest = find_forest(batch.block_table, batch.seq_lens - batch.query_lens, BLOCK_SIZE)
-    return select(forest, min_saved_tokens=0)
+    return find_forest(batch.block_table, batch.seq_lens - batch.query_lens, BLOCK_SIZE)
+
+
+def planner(levels: int = 3) -> Finder:
+    """What the backend asks from step to step: it keeps forests as long as they hold."""
+    made = Planner(BLOCK_SIZE, reads(), levels)
+    return lambda batch: made.plan(batch.block_table, batch.seq_lens, batch.query_lens).forest
 
 
 def plan(forest: Forest, batch: Batch) -> RelayPlan | None:
@@ -95,7 +100,7 @@ def run(
     seed: int,
     steps: int,
     find: Finder = find,
-    plan: Planner = plan,
+    plan: PlanMaker = plan,
     read: SegmentReader = read_segment,
 ) -> Counter[str]:
     """Count what was seen; under "mismatch" the steps whose outputs differ from the truth."""
@@ -109,6 +114,7 @@ def run(
         expected = truth(batch, q)
         assert expected.isfinite().all(), "the simulation itself lost track of a token"
         pool.seen["two groups"] += forest.num_groups > 1
+        pool.seen["two levels"] += len(forest.levels) > 1
         if made is not None:
             forest.validate()
             pool.seen["relayed"] += 1
@@ -123,7 +129,7 @@ def run(
 
 def test_two_thousand_steps_without_a_mismatch() -> None:
     seed = 20261121
-    seen = run(seed, 2000)
+    seen = run(seed, 2000, planner())
     assert seen["mismatch"] == 0, f"seed {seed}: {seen}"
     # The run means something only if all of this happened in it.
     for event, at_least in {
@@ -131,6 +137,7 @@ def test_two_thousand_steps_without_a_mismatch() -> None:
         "relayed with loners": 200,
         "relayed prefill": 100,
         "two groups": 200,
+        "two levels": 50,
         "finished": 200,
         "preempted": 50,
         "evicted": 500,
@@ -150,7 +157,7 @@ def skip_one_block(forest: Forest, batch: Batch) -> RelayPlan | None:
         return None
     level = made.levels[0]
     shorter = np.maximum(level.seq_lens - BLOCK_SIZE, BLOCK_SIZE)
-    return replace(made, levels=(LevelPlan(level.cu_rows, level.block_table, shorter),))
+    return replace(made, levels=(replace(level, seq_lens=shorter),))
 
 
 def one_block_too_deep(batch: Batch) -> Forest:

@@ -9,8 +9,8 @@ metadata builder of its KV cache group with the slots that it will write. So
 `SegmentCopies.begin_step` sees every write before it happens. It cuts a copy back to its longest
 beginning
   - of which the step writes no slot: a block that is written was freed and given to other tokens;
-  - which some row of the step holds in its leading columns, computed: otherwise nobody is left to
-    vouch for it.
+  - which some row of the step holds in the columns where its owners did, computed: otherwise nobody
+    is left to vouch for it.
 Between passes the engine zeroes newly allocated blocks and may copy a partly filled block for a
 request that goes on in it: both belong to one request, which writes them in the step that follows.
 KV connectors write any block between passes; with one configured nothing is copied at all. Ours is
@@ -29,22 +29,27 @@ from vllm_relay.backend.layout import BlockLayout
 
 @dataclass(eq=False)
 class SegmentCopy:
-    """Row-major keys and values of one run of blocks, filled layer by layer on first use."""
+    """Row-major keys and values of one run of blocks, filled layer by layer on first use.
+
+    ``start`` is the column of the first block: its owners hold them there.
+    """
 
     block_ids: np.ndarray
+    start: int
     nbytes: int
-    _layers: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _layers: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False)
 
     def layer(
-        self, name: str, kv_cache: torch.Tensor, layout: BlockLayout, num_blocks: int
+        self, name: str, kv_cache: torch.Tensor, layout: BlockLayout, blocks: slice
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the first ``num_blocks`` blocks in one layer.
+        """Keys and values of some of its blocks in one layer.
 
         Args:
             name: the layer's name. kv_cache: its blocks ``[num_blocks, H, block_size, 2 * D]``.
+            blocks: from which block of the copy to which.
 
         Returns:
-            Two views ``[num_blocks * block_size, H, D]`` in kv_cache's dtype, head-major in memory.
+            Two views ``[tokens of the blocks, H, D]`` in kv_cache's dtype, head-major in memory.
         """
         block_size, dim = kv_cache.shape[2], kv_cache.shape[3] // 2
         if name not in self._layers:
@@ -53,8 +58,8 @@ class SegmentCopy:
             layout.copy_rows(kv_cache, self.block_ids.tolist(), keys, values)
             self._layers[name] = keys, values
         keys, values = self._layers[name]
-        tokens = num_blocks * block_size
-        return keys[:, :tokens].transpose(0, 1), values[:, :tokens].transpose(0, 1)
+        tokens = slice(blocks.start * block_size, blocks.stop * block_size)
+        return keys[:, tokens].transpose(0, 1), values[:, tokens].transpose(0, 1)
 
 
 class SegmentCopies:
@@ -86,33 +91,42 @@ class SegmentCopies:
             written_blocks: ids of the blocks that the step writes to.
         """
         for copy in self._copies:
-            ids = copy.block_ids[: block_table.shape[1]]
-            same = block_table[:, : len(ids)] == ids
-            same &= np.arange(len(ids)) < computed_blocks[:, None]
+            columns = block_table[:, copy.start : copy.start + len(copy.block_ids)]
+            ids = copy.block_ids[: columns.shape[1]]
+            same = columns == ids
+            same &= copy.start + np.arange(len(ids)) < computed_blocks[:, None]
             held = same.cumprod(axis=1).any(axis=0).sum()
             written = np.isin(ids[:held], written_blocks)
             copy.block_ids = ids[: written.argmax() if written.any() else held]
         self._copies = [copy for copy in self._copies if len(copy.block_ids)]
 
+    def missing(self, block_ids: np.ndarray, start: int) -> int:
+        """How many of these blocks `get` would copy."""
+        found = self._find(block_ids, start)
+        have = 0 if found is None else found[1].stop - found[1].start
+        return len(block_ids) - have
+
     def get(
-        self, block_ids: np.ndarray, in_use: Collection[SegmentCopy] = ()
-    ) -> tuple[SegmentCopy, int] | None:
+        self,
+        block_ids: np.ndarray,
+        start: int,
+        in_use: Collection[SegmentCopy] = (),
+        make: bool = True,
+    ) -> tuple[SegmentCopy, slice] | None:
         """A copy of these blocks, made if need be, or of as many of them as the bound allows.
 
         Args:
-            block_ids: int32, the segment's blocks from the first column on.
+            block_ids: int32, the segment's blocks. start: the column of the first.
             in_use: copies that must not make room for this one.
+            make: False: only what is copied already.
 
         Returns:
-            A copy and how many of its leading blocks are those asked for; None for not one.
+            A copy and which of its blocks are the leading ones of those asked for; None for not
+            one.
         """
-        best, have = None, 0
-        for copy in self._copies:
-            common = _common_length(copy.block_ids, block_ids)
-            if common > have:
-                best, have = copy, common
-        found = None if best is None else (best, have)
-        if have == len(block_ids):
+        found = self._find(block_ids, start)
+        have = 0 if found is None else found[1].stop - found[1].start
+        if have == len(block_ids) or not make:
             return found
         kept = [c for c in self._copies if c in in_use]
         room = (self._max_bytes - sum(c.nbytes for c in kept)) // self._bytes_per_block
@@ -121,23 +135,36 @@ class SegmentCopies:
             return found
         # Copies that no group of this step uses make room, oldest first, and at once when the new
         # one holds what they hold.
-        spare = [
-            c
-            for c in self._copies
-            if c not in in_use and _common_length(c.block_ids, block_ids[:count]) < len(c.block_ids)
-        ]
-        nbytes = count * self._bytes_per_block
-        while spare and sum(c.nbytes for c in (*kept, *spare)) + nbytes > self._max_bytes:
+        new = SegmentCopy(block_ids[:count].copy(), start, count * self._bytes_per_block)
+        spare = [c for c in self._copies if c not in in_use and not _holds(new, c)]
+        while spare and sum(c.nbytes for c in (*kept, *spare, new)) > self._max_bytes:
             spare.pop(0)
-        copy = SegmentCopy(block_ids[:count].copy(), nbytes)
-        self._copies = [*(c for c in self._copies if c in kept or c in spare), copy]
-        return copy, count
+        self._copies = [*(c for c in self._copies if c in kept or c in spare), new]
+        return new, slice(0, count)
+
+    def _find(self, block_ids: np.ndarray, start: int) -> tuple[SegmentCopy, slice] | None:
+        """The copy that holds most of the leading blocks, and where."""
+        best, have = None, 0
+        for copy in self._copies:
+            first = start - copy.start
+            if first >= 0:
+                common = _common_length(copy.block_ids[first:], block_ids)
+                if common > have:
+                    best, have = (copy, slice(first, first + common)), common
+        return best
 
     def __len__(self) -> int:
         return len(self._copies)
 
     def __iter__(self) -> Iterator[SegmentCopy]:
         return iter(self._copies)
+
+
+def _holds(copy: SegmentCopy, other: SegmentCopy) -> bool:
+    """Whether every block of the other copy is in this one."""
+    first = other.start - copy.start
+    count = len(other.block_ids)
+    return first >= 0 and np.array_equal(copy.block_ids[first : first + count], other.block_ids)
 
 
 def _common_length(a: np.ndarray, b: np.ndarray) -> int:

@@ -1,48 +1,33 @@
 """The relay backend on vLLM's CPU engine: thin subclasses of vLLM's own ``CPU_ATTN``.
 
-A decode step with a group runs, per layer: system attention per group, vLLM's own kernel over what
-is left of the grouped rows, and relay fusion of the two; rows in no group go to vLLM's kernel as
-they are. Every other step, and every layer that the split does not cover, is vLLM's own code on
-vLLM's own metadata.
+A step with groups runs, per layer: system attention per level, vLLM's own kernel over what is left
+of the grouped rows, and relay fusion of them all; rows in no group go to vLLM's kernel as they are.
+Every other step, and every layer that the split does not cover, is vLLM's own code on vLLM's own
+metadata. Rows may have any number of query tokens: decodes, drafts to verify, prefills.
 """
 
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
-    CPUAttentionBackendImpl,
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
 
 from vllm_relay import metrics
 from vllm_relay.backend.copies import SegmentCopies, SegmentCopy, written_blocks
-from vllm_relay.backend.layout import BlockLayout, find_layout
+from vllm_relay.backend.cpu_impl import RelayImpl, RelayMetadata
 from vllm_relay.backend.metadata import GroupStep, RelayStep
-from vllm_relay.backend.sink_lse import (
-    attend_with_lse,
-    give_heads_twice,
-    part_both,
-    sinks_for_both,
-)
 from vllm_relay.config import RelayConfig, only_system_kv
-from vllm_relay.ops import relay_fusion, system_attention
-from vllm_relay.sharing import (
-    Forest,
-    Group,
-    RelayPlan,
-    Segment,
-    find_forest,
-    make_plan,
-    select,
-)
+from vllm_relay.sharing import Costs, Forest, Group, Planner, RelayPlan, Segment, make_plan, reads
+from vllm_relay.sharing.device import cpu_name, find_costs
+
+LEVELS = 3
 
 
 class RelayBackend(CPUAttentionBackend):
@@ -59,13 +44,6 @@ class RelayBackend(CPUAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type["RelayMetadataBuilder"]:
         return RelayMetadataBuilder
-
-
-@dataclass
-class RelayMetadata(CPUAttentionMetadata):
-    """vLLM's metadata of a step that is relayed; other steps carry vLLM's own class."""
-
-    relay: RelayStep | None = None
 
 
 class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -91,6 +69,10 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         self._copies = SegmentCopies(
             max(1, self._bytes_per_token * self._block), int(self._config.max_copy_gib * 2**30)
         )
+        self._costs = self._find_costs([layer.impl for layer in layers.values()])
+        self._planner = Planner(self._block, self._costs, self._config.max_levels or LEVELS)
+        # Seconds per layer that groups would have saved since the last copy was made.
+        self._forgone = 0.0
         # vLLM's builder plans its kernel's work for a number of query heads.
         self._twice_the_heads: CPUAttentionMetadataBuilder | None = copy.copy(self)
         self._twice_the_heads.num_heads = 2 * self.num_heads
@@ -134,228 +116,175 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         """vLLM's own: a draft model's steps are short, and its blocks are not counted twice."""
         return super().build(0, common_attn_metadata, fast_build=True)
 
+    def _find_costs(self, impls: list["RelayImpl"]) -> Costs:
+        """What the planner goes by: KV reads where a setting says so, else predicted time."""
+        least = self._config.min_saved_tokens
+        impl = next((impl for impl in impls if impl.refusal is None), None)
+        if least is not None or impl is None:
+            return reads(least or 0)
+        found = find_costs(
+            impl.num_heads,
+            impl.num_kv_heads,
+            impl.head_size,
+            device=cpu_name(self.isa),
+            dtype=str(self.dtype).removeprefix("torch."),
+            threads=torch.get_num_threads(),
+        )
+        if found.guessed:
+            metrics.say_once(f"{found.source}; `vllm-relay calibrate` measures it")
+        return found.costs.with_margin(found.margin)
+
     def _plan_step(self, common: Any) -> RelayStep | None:
         rows = common.num_reqs
         table = common.block_table_tensor[:rows].numpy()
         lens = common.seq_lens[:rows].numpy()
+        queries = np.diff(common.query_start_loc[: rows + 1].numpy())
         if self._copies:
-            starts = common.query_start_loc[: rows + 1].numpy()
             slots = common.slot_mapping[: common.num_actual_tokens].numpy()
-            computed = (lens - np.diff(starts)) // self._block
+            computed = (lens - queries) // self._block
             self._copies.begin_step(table, computed, written_blocks(slots, self._block))
         step, plan = None, None
-        if rows > 1 and common.max_query_len == 1 and common.causal is True:
-            forest, copies = self._find_groups(table, lens)
-            plan = make_plan(forest, table, lens)
-            if plan is not None:
-                step = self._step(common, plan, copies)
+        if rows > 1 and common.causal is True:
+            choice = self._planner.plan(table, lens, queries)
+            if choice.forest.levels:
+                saved = choice.stock - choice.relay
+                forest, copies = self._copy_segments(choice.forest, table, saved)
+                plan = make_plan(forest, table, lens)
+                if plan is not None:
+                    step = self._step(common, plan, copies, queries)
         metrics.count_step(plan, self._bytes_per_token)
         return step
 
-    def _find_groups(self, table: np.ndarray, lens: np.ndarray) -> tuple[Forest, list[SegmentCopy]]:
-        """The groups to relay, cut to what the copies' bound allows, and their copies."""
-        forest = find_forest(table, np.maximum(lens - 1, 0), self._block)
-        forest = select(forest, min_saved_tokens=self._config.min_saved_tokens)
-        assert len(forest.levels) <= 1
-        groups: list[Group] = []
-        copies: list[SegmentCopy] = []
-        for group in (group for level in forest.levels for group in level):
-            blocks = table[group.rows[0], : group.segment.blocks]
-            found = self._copies.get(blocks, in_use=copies)
-            if found is None or found[1] < len(blocks):
-                metrics.say_once("shared segments are cut to what max_copy_gib allows")
-            if found is not None:
-                copies.append(found[0])
-                groups.append(Group(Segment(0, found[1]), group.rows))
-        level = (tuple(groups),) if groups else ()
-        return Forest(level, forest.num_rows, forest.block_size), copies
+    def _copy_segments(
+        self, forest: Forest, table: np.ndarray, saved: float
+    ) -> tuple[Forest, list[list[tuple[SegmentCopy, slice]]]]:
+        """The groups whose segments are copied or are worth it, and the copies of each level.
 
-    def _step(self, common: Any, plan: RelayPlan, copies: list[SegmentCopy]) -> RelayStep:
-        level = plan.levels[0]
-        groups = (
-            GroupStep(int(begin), int(end), int(tokens) // self._block, segment)
-            for begin, end, tokens, segment in zip(
-                level.cu_rows[:-1], level.cu_rows[1:], level.seq_lens, copies, strict=True
+        A copy costs about as much as some steps with it save, and nobody knows how many will come.
+        It is made once the steps without it have forgone as much: then it never costs more than
+        twice what was best.
+        """
+        segments = [
+            table[group.rows[0], group.segment.start : group.segment.end]
+            for level in forest.levels
+            for group in level
+        ]
+        starts = [group.segment.start for level in forest.levels for group in level]
+        missing = sum(map(self._copies.missing, segments, starts)) * self._block
+        price = missing * self._costs.copy
+        if missing:
+            self._forgone += saved
+        pay = self._forgone >= price
+        if pay and missing:
+            self._forgone -= price
+        levels: list[tuple[Group, ...]] = []
+        copies: list[list[tuple[SegmentCopy, slice]]] = []
+        uncut = set(range(forest.num_rows))  # rows all of whose segments so far are whole
+        remaining = iter(zip(segments, starts, strict=True))
+        for level in forest.levels:
+            groups: list[Group] = []
+            of_level: list[tuple[SegmentCopy, slice]] = []
+            still_uncut: set[int] = set()
+            for group in level:
+                blocks, start = next(remaining)
+                if int(group.rows[0]) not in uncut:
+                    continue
+                in_use = [copy for of_one in (*copies, of_level) for copy, _ in of_one]
+                found = self._copies.get(blocks, start, in_use, make=pay)
+                count = 0 if found is None else found[1].stop - found[1].start
+                if pay and count < len(blocks):
+                    metrics.say_once("shared segments are cut to what max_copy_gib allows")
+                if found is None:
+                    continue
+                of_level.append(found)
+                groups.append(Group(Segment(start, count), group.rows))
+                if count == len(blocks):
+                    still_uncut.update(group.rows.tolist())
+            if groups:
+                levels.append(tuple(groups))
+                copies.append(of_level)
+            uncut = still_uncut
+        return Forest(tuple(levels), forest.num_rows, forest.block_size), copies
+
+    def _step(
+        self,
+        common: Any,
+        plan: RelayPlan,
+        copies: list[list[tuple[SegmentCopy, slice]]],
+        queries: np.ndarray,
+    ) -> RelayStep:
+        starts = common.query_start_loc[: common.num_reqs + 1].numpy()
+        # Where the query tokens of each grouped row begin in the order of the plan.
+        offsets = np.concatenate([[0], queries[plan.rows].cumsum()])
+        levels = []
+        for level, of_level in zip(plan.levels, copies, strict=True):
+            bounds = offsets[level.cu_rows].tolist()
+            sequences = zip(bounds[:-1], bounds[1:], level.groups.tolist(), strict=True)
+            # No group: rows that only groups further out hold.
+            levels.append(
+                tuple(
+                    GroupStep(begin, end, *of_level[group])
+                    for begin, end, group in sequences
+                    if group >= 0
+                )
             )
-        )
+        tokens = _tokens(plan.rows, starts)
+        everything = np.arange(common.num_actual_tokens)
+        loners = np.setdiff1d(np.arange(common.num_reqs), plan.rows, assume_unique=True)
         tables, lens = plan.context_block_table, plan.context_lens
-        everything = np.arange(common.num_reqs)
-        loners = np.setdiff1d(everything, plan.rows, assume_unique=True)
-        whole = np.array_equal(plan.rows, everything)
-        context, heads_twice = self._context(common, tables[plan.rows], lens[plan.rows])
+        context, heads_twice = self._context(
+            common, tables[plan.rows], lens[plan.rows], queries[plan.rows]
+        )
+        rest = None
+        if len(loners):
+            rest = self._part(self, common, tables[loners], lens[loners], queries[loners])
         return RelayStep(
-            rows=None if whole else torch.from_numpy(plan.rows).long(),
-            groups=tuple(groups),
+            tokens=None if np.array_equal(tokens, everything) else torch.from_numpy(tokens),
+            levels=tuple(levels),
             context=context,
             heads_twice=heads_twice,
-            loners=torch.from_numpy(loners),
-            rest=self._part(self, common, tables[loners], lens[loners]) if len(loners) else None,
+            loners=torch.from_numpy(_tokens(loners, starts)),
+            rest=rest,
         )
 
     def _context(
-        self, common: Any, tables: np.ndarray, lens: np.ndarray
+        self, common: Any, tables: np.ndarray, lens: np.ndarray, queries: np.ndarray
     ) -> tuple[CPUAttentionMetadata, bool]:
         """vLLM's metadata of the grouped rows' contexts; whether it is for heads given twice."""
         if self._twice_the_heads is not None:
             try:
-                return self._part(self._twice_the_heads, common, tables, lens), True
+                return self._part(self._twice_the_heads, common, tables, lens, queries), True
             except RuntimeError:
                 # With AMX vLLM's kernel refuses more than 16 query heads per KV head.
                 self._twice_the_heads = None
-        return self._part(self, common, tables, lens), False
+        return self._part(self, common, tables, lens, queries), False
 
     @staticmethod
     def _part(
-        builder: CPUAttentionMetadataBuilder, common: Any, tables: np.ndarray, lens: np.ndarray
+        builder: CPUAttentionMetadataBuilder,
+        common: Any,
+        tables: np.ndarray,
+        lens: np.ndarray,
+        queries: np.ndarray,
     ) -> CPUAttentionMetadata:
-        """vLLM's metadata for decode rows with these tables and lengths, made by vLLM's builder."""
-        rows = len(lens)
-        starts = torch.arange(rows + 1, dtype=torch.int32)
+        """vLLM's metadata for rows with these tables and lengths, made by vLLM's builder."""
+        starts = torch.zeros(len(lens) + 1, dtype=torch.int32)
+        torch.cumsum(torch.from_numpy(queries), 0, out=starts[1:])
         part = common.replace(
             query_start_loc=starts,
             query_start_loc_cpu=starts,
             seq_lens=torch.from_numpy(lens),
-            num_reqs=rows,
-            num_actual_tokens=rows,
+            num_reqs=len(lens),
+            num_actual_tokens=int(starts[-1]),
+            max_query_len=int(queries.max()),
             max_seq_len=int(lens.max()),
             block_table_tensor=torch.from_numpy(tables),
         )
         return CPUAttentionMetadataBuilder.build(builder, 0, part)
 
 
-class RelayImpl(CPUAttentionBackendImpl):
-    """vLLM's CPU attention of one layer, with the relay path in front of it."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.refusal = self._refusal()
-        self._layout: BlockLayout | None = None
-
-    def _refusal(self) -> str | None:
-        """What about this layer the split does not cover, or None."""
-        checks = (
-            (self.attn_type != AttentionType.DECODER, f"{self.attn_type} attention"),
-            (self.sliding_window > 0, "a sliding window"),
-            (self.alibi_slopes is not None, "ALiBi"),
-            (bool(self.logits_soft_cap), "a logits soft cap"),
-            (self.sinks is not None, "attention sinks"),
-            (self.kv_cache_dtype != "auto", f"a {self.kv_cache_dtype} KV cache"),
-        )
-        return next((name for applies, name in checks if applies), None)
-
-    def prepare(self, layer: Any, block_size: int, dtype: torch.dtype) -> None:
-        """Find how the engine lays out this layer's blocks.
-
-        The layer is left to vLLM when that fails.
-        """
-        if dtype == torch.float16:
-            # Its range is too small for `sink_lse`.
-            self.refusal = self.refusal or "float16"
-        if self.refusal is None:
-            self._layout = find_layout(
-                lambda key, value, cache, slots: self.do_kv_cache_update(
-                    layer, key, value, cache, slots
-                ),
-                self.num_kv_heads,
-                block_size,
-                self.head_size,
-                dtype,
-            )
-            if self._layout is None:
-                self.refusal = "a KV layout that relay cannot read"
-
-    def forward(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: CPUAttentionMetadata | None,
-        output: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """As vLLM's: query, output ``[T, Hq, D]``, cache ``[blocks, Hkv, block_size, 2 * D]``."""
-        step = attn_metadata.relay if isinstance(attn_metadata, RelayMetadata) else None
-        if step is None or self.refusal is not None:
-            return super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
-            )
-        if step.rest is not None:
-            q = query[step.loners]  # for key and value too, see `_context_attention`
-            rest = torch.empty_like(q)
-            output[step.loners] = super().forward(layer, q, q, q, kv_cache, step.rest, rest)
-        rows = slice(0, step.context.num_actual_tokens) if step.rows is None else step.rows
-        output[rows] = self._relay(layer, query[rows], kv_cache, step)
-        return output
-
-    def _relay(
-        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, step: RelayStep
-    ) -> torch.Tensor:
-        """Attention of the grouped rows, ``[N, Hq, D]`` in relay order, from two partials."""
-        assert self._layout is not None  # or the layer would be refused
-        system = [
-            system_attention(
-                query[group.begin : group.end],
-                *group.copy.layer(layer.layer_name, kv_cache, self._layout, group.num_blocks),
-                scale=self.scale,
-            )
-            for group in step.groups
-        ]
-        system_out = torch.cat([out for out, _ in system]) if len(system) > 1 else system[0][0]
-        system_lse = torch.cat([lse for _, lse in system], 1) if len(system) > 1 else system[0][1]
-        out, lse = self._context_attention(layer, query, kv_cache, step, system_out, system_lse)
-        return relay_fusion([system_out, out], [system_lse, lse])
-
-    def _context_attention(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        step: RelayStep,
-        system_out: torch.Tensor,
-        system_lse: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The context partial of the grouped rows, from vLLM's kernel: ``[N, Hq, D], [Hq, N]``."""
-        with_sinks = copy.copy(self)
-
-        def kernel(impl: RelayImpl, query: torch.Tensor) -> torch.Tensor:
-            out = torch.empty_like(query)
-            # query stands in for key and value, which vLLM's decoder path does not read: they are
-            # in the cache already
-            return CPUAttentionBackendImpl.forward(
-                impl, layer, query, query, query, kv_cache, step.context, out
-            )
-
-        def attend(sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            if not step.heads_twice:
-                with_sinks.sinks = sinks
-                return kernel(self, query), kernel(with_sinks, query)
-            with_sinks.sinks = sinks_for_both(sinks, self.num_kv_heads)
-            twice = give_heads_twice(query, self.num_kv_heads)
-            return part_both(kernel(with_sinks, twice), self.num_kv_heads)
-
-        out, lse, unknown = attend_with_lse(attend, system_lse)
-        if unknown.any():
-            # A head that is empty in both partials stays empty whatever the weights.
-            empty = unknown & ~system_out.any(-1).T
-            lse.masked_fill_(empty, -torch.inf)
-            unknown &= ~empty
-            for row in unknown.any(0).nonzero().flatten().tolist():
-                lse[:, row] = self._exact_context_lse(query[row], kv_cache, step.context, row)
-        return out, lse
-
-    def _exact_context_lse(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: CPUAttentionMetadata, row: int
-    ) -> torch.Tensor:
-        """LSE ``[Hq]`` of one row's context from its own blocks, copied row by row."""
-        assert self._layout is not None
-        tokens = int(metadata.seq_lens[row])
-        block_size = kv_cache.shape[2]
-        blocks = metadata.block_table[row, : -(-tokens // block_size)].tolist()
-        keys = kv_cache.new_empty(self.num_kv_heads, len(blocks) * block_size, self.head_size)
-        values = torch.empty_like(keys)
-        self._layout.copy_rows(kv_cache, blocks, keys, values)
-        keys, values = (x[:, :tokens].transpose(0, 1) for x in (keys, values))
-        return system_attention(query[None], keys, values, scale=self.scale)[1][:, 0]
+def _tokens(rows: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """int64: the query tokens of these rows, row after row; starts is the batch's ``[R + 1]``."""
+    first, count = starts[rows].astype(np.int64), np.diff(starts)[rows]
+    ends = count.cumsum()
+    return np.repeat(first - (ends - count), count) + np.arange(count.sum())

@@ -45,6 +45,11 @@ HEARD_AFTER = 2
 # vLLM's default of 32 in graphs takes fp32 [splits, heads, tokens, head size]; a group's queries
 # fill more tiles than one row's, so that fewer will do.
 SYSTEM_SPLITS = 16
+# What a group's system attention, gather and share of fusion take per layer at least, and memory
+# bandwidth where the device does not tell it: estimates, until a GPU has measured them. Together
+# with the KV bytes of a token they say how many reads a group must save.
+GROUP_SECONDS, BANDWIDTH = 20e-6, 2e12
+LEVELS = 1
 # Speculation without a draft model. The builders of a draft model's layers see lengths that move on
 # inside a captured graph, after the plan was made.
 DRAFTS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
@@ -86,6 +91,8 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         self._most_rows = max(scheduler.max_num_seqs, self.max_cudagraph_size or 0)
         self._most_tokens = self._most_rows * self._decode_queries
         self._longest = vllm_config.model_config.max_model_len
+        self._levels = self._config.max_levels or LEVELS
+        self._min_saved_tokens = self._worth()
         mode = self.compilation_config.cudagraph_mode
         # Then graphs are captured for prefills, too, and read the plan.
         self._graphs_of_all = self.use_full_cuda_graph and mode.mixed_mode() == mode.FULL
@@ -162,6 +169,20 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         metrics.say_once(f"not used: {reason}; vLLM's own FlashAttention serves these layers")
         return False
 
+    def _worth(self) -> int:
+        """KV token reads that a group has to save per layer."""
+        if self._config.min_saved_tokens is not None:
+            return self._config.min_saved_tokens
+        bandwidth = BANDWIDTH
+        if self.device.type == "cuda":
+            device = torch.cuda.get_device_properties(self.device)
+            # kHz and bits; memory transfers twice per clock
+            clock = getattr(device, "memory_clock_rate", 0)
+            bandwidth = 250.0 * clock * getattr(device, "memory_bus_width", 0) or BANDWIDTH
+        spec = self.kv_cache_spec
+        kv_bytes = 2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
+        return int(GROUP_SECONDS * bandwidth / kv_bytes)
+
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> FlashAttentionMetadata:
@@ -203,7 +224,7 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         if fast or rows > self._most_rows or common.causal is not True:
             return False
         # The most that a group of so many rows could save.
-        if rows < 2 or (rows - 1) * self._longest < self._config.min_saved_tokens:
+        if rows < 2 or (rows - 1) * self._longest < self._min_saved_tokens:
             return False
         if common.max_query_len <= self._decode_queries:
             return common.num_actual_tokens <= self._most_tokens
@@ -234,7 +255,7 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
             with torch.inference_mode(False):  # to be written in and outside of it
                 self._plan = self._make_plan(table.shape[1])
                 self._parts = [
-                    *(self._twin(SYSTEM_SPLITS) for _ in range(self._config.max_levels)),
+                    *(self._twin(SYSTEM_SPLITS) for _ in range(self._levels)),
                     self._twin(),
                 ]
             metrics.follow_device(self._plan.newest, self._bytes_per_token)
@@ -265,8 +286,8 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
             max_tokens=self._most_tokens,
             max_blocks=columns,
             block_size=self.block_size,
-            min_saved_tokens=self._config.min_saved_tokens,
-            max_levels=self._config.max_levels,
+            min_saved_tokens=self._min_saved_tokens,
+            max_levels=self._levels,
             dense=self._wants_dense() and all(map(_is_dense, self._layers)),
             device=self.device,
         )

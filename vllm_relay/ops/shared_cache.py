@@ -129,7 +129,7 @@ class SharedCache:
         self._own = own
 
     def wipe(self, keep: int | None = None) -> None:
-        """Forget all own tokens, and the shared levels but the first `keep` (None: no level).
+        """Forget all own tokens, and all shared levels but the first `keep`; None keeps them all.
 
         Raises:
             ValueError: keep is negative or more than there are.

@@ -21,11 +21,13 @@ class LevelPlan:
         cu_rows: int32 [G + 1], offsets into ``RelayPlan.rows``, from 0 to N.
         block_table: int32 [G, most blocks of a segment], zero padded.
         seq_lens: int32 [G], tokens of each segment; a multiple of the block size.
+        groups: int32 [G], which group of the forest's level each sequence is; -1 for none.
     """
 
     cu_rows: Int32Array
     block_table: Int32Array
     seq_lens: Int32Array
+    groups: Int32Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +136,8 @@ def _plan_level(
             segment = level[owner[start]].segment
             table[i, : segment.blocks] = block_table[rows[start], segment.start : segment.end]
             seq_lens[i] = segment.blocks * block_size
-    return LevelPlan(np.array([*starts, len(rows)], dtype=np.int32), table, seq_lens)
+    cu_rows = np.array([*starts, len(rows)], dtype=np.int32)
+    return LevelPlan(cu_rows, table, seq_lens, owner[starts])
 
 
 def _shift_left(block_table: Int32Array, by: Int32Array, blocks: Int32Array) -> NDArray[np.int32]:

@@ -36,7 +36,7 @@ class Trie:
         return max(self.depth)
 
     def share(self, node: int, depth: int) -> float:
-        """The first ``depth`` blocks of a row at ``node``, each divided by the rows that hold it."""
+        """The first ``depth`` blocks of a row at ``node``, each over the rows that hold it."""
         share = 0.0
         while node > 0:
             above = self.parent[node]

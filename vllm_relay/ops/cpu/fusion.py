@@ -10,6 +10,28 @@ def relay_fusion(outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor | N
     """Arguments as `vllm_relay.ops.relay_fusion`, checked there; runs on any device."""
     if out is None:
         out = torch.empty_like(outs[0], memory_format=torch.contiguous_format)
+    return out.copy_(_merge(outs, lses))
+
+
+def fuse_into(
+    out: Tensor, index: Tensor | None, outs: Sequence[Tensor], lses: Sequence[Tensor]
+) -> None:
+    """Fuse partials of tokens in another order, each result straight to its place.
+
+    Args:
+        out: [T, H, D], written at the places in index only.
+        index: int64 [N], where in out each token belongs; None: the first N places, in order.
+        outs, lses: as `vllm_relay.ops.relay_fusion`, of N tokens.
+    """
+    merged = _merge(outs, lses)
+    if index is None:
+        out[: len(merged)].copy_(merged)
+    else:
+        out[index] = merged.to(out.dtype)
+
+
+def _merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
+    """The fused output [T, H, D], in float32 or the dtype of outs."""
     lse = torch.stack(tuple(lses))
     # One flag for the whole call: the common step has no empty partial and skips the masking.
     finite = bool(torch.isfinite(lse).all())
@@ -23,8 +45,8 @@ def relay_fusion(outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor | N
         weights.masked_fill_(dead, 0)
     # [n, H, T] -> [n, T, H, 1]
     weights = weights.transpose(1, 2).unsqueeze(-1)
-    # A float32 sum of its own, so that `out` may be one of `outs`.
+    # A float32 sum of its own, so that an output may be one of `outs`.
     total = outs[0] * weights[0]
     for partial, weight in zip(outs[1:], weights[1:], strict=True):
         total.addcmul_(partial.float(), weight)
-    return out.copy_(total)
+    return total

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from vllm_relay.sharing._checks import check_batch
 from vllm_relay.sharing.cost import Costs, StepShape, predict, predict_stock, reads
 from vllm_relay.sharing.forest import Forest, Group, Int32Array, Level, Segment
-from vllm_relay.sharing.trie import Trie, build_trie, thin
+from vllm_relay.sharing.trie import build_trie, thin
 
 # Nodes of the trie on one path; tries that are deeper lose some.
 MOST_NODES = 24
@@ -38,7 +38,7 @@ class Choice:
     """The groups of a step, and what they are predicted to change.
 
     Attributes:
-        forest: empty where vllm's own attention is predicted to be as fast.
+        forest: empty where vLLM's own attention is predicted to be as fast.
         shape: what was predicted from.
         stock, relay: predicted cost, in seconds per layer (or KV tokens, with `reads`), of the step
             without groups and with these. Equal where there are none.
@@ -123,7 +123,7 @@ def choose(shape: StepShape, costs: Costs, max_levels: int) -> Choice:
 
 
 class Planner:
-    """Chooses the groups of step after step; steps of the same rows and blocks cost next to nothing.
+    """Chooses the groups of step after step; one like the last costs next to nothing.
 
     Args:
         block_size: tokens per block. costs, max_levels: as `choose`.
@@ -135,9 +135,7 @@ class Planner:
         self.max_levels = max_levels
         self._kept: _Kept | None = None
 
-    def plan(
-        self, block_table: Int32Array, seq_lens: Int32Array, query_lens: Int32Array
-    ) -> Choice:
+    def plan(self, block_table: Int32Array, seq_lens: Int32Array, query_lens: Int32Array) -> Choice:
         """The groups of one step; arguments as `StepShape`, errors as `find_forest`.
 
         The predictions are those of the step in which the groups were chosen.
@@ -145,7 +143,7 @@ class Planner:
         kept = self._kept
         if kept is not None and kept.holds(block_table, seq_lens, query_lens, self.block_size):
             return kept.choice
-        computed = seq_lens - query_lens
+        computed = _computed(seq_lens, query_lens)
         check_batch(block_table, computed, self.block_size, lens_name="computed lengths")
         trie = build_trie(block_table, computed, self.block_size)
         shape = StepShape(trie, self.block_size, seq_lens.copy(), query_lens.copy())
@@ -156,6 +154,11 @@ class Planner:
             block_table[:, :width].copy(), np.minimum(computed // self.block_size, width), choice
         )
         return choice
+
+
+def _computed(seq_lens: Int32Array, query_lens: Int32Array) -> Int32Array:
+    """Tokens before each row's first query; none of rows without a query, which share nothing."""
+    return np.where(query_lens > 0, seq_lens - query_lens, np.int32(0))
 
 
 @dataclass(eq=False)
@@ -178,7 +181,7 @@ class _Kept:
         if self.steps > KEEP_STEPS or len(block_table) != len(self.columns):
             return False
         width = self.columns.shape[1]
-        blocks = np.minimum((seq_lens - query_lens) // block_size, width)
+        blocks = np.minimum(_computed(seq_lens, query_lens) // block_size, width)
         return (
             block_table.shape[1] >= width
             and np.array_equal(query_lens, self.choice.shape.query_lens)
@@ -211,9 +214,7 @@ class _Search:
     Arrays are indexed [m, i, j], with nodes of the path counted from the root (0) on.
     """
 
-    def __init__(
-        self, shape: StepShape, costs: Costs, levels: int, nest: frozenset[int]
-    ) -> None:
+    def __init__(self, shape: StepShape, costs: Costs, levels: int, nest: frozenset[int]) -> None:
         self.shape, self.costs = shape, costs
         self.trie = thin(shape.trie, MOST_NODES)
         # Nodes whose groups hold all rows below them; nodes of groups that only one row stayed in.

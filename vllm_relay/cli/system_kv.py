@@ -1,63 +1,32 @@
-"""``vllm-relay``: build system-KV files, look at them, check them."""
+"""Commands on system-KV files: build, inspect, verify."""
 
 import json
 import os
-import re
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from vllm_relay.system_kv.file import SystemKVError, SystemKVFile, tensor_names
+from vllm_relay.cli.console import PLAIN, JsonFlag, err, one_line_errors, out
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Offline system KVs for vLLM: compute a prompt's KV once, serve with it from the start.",
-)
-# What files and users say is shown as it is: no markup, no emoji codes.
-PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
-out = Console(**PLAIN, soft_wrap=True)
-err = Console(**PLAIN, soft_wrap=True, stderr=True)
+if TYPE_CHECKING:
+    from vllm_relay.system_kv.file import SystemKVFile
+
 ENGINE_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
 # Of `verify --recompute`: rms of the difference over rms of the values, of one token in one tensor.
 # Rounding, with other chunks, makes up to 0.1 in bf16; values of other tokens or weights above 1.
 TOLERANCE = 0.25
 
 # Put before vLLM's options with one dash (-cc.mode=3, -tp): the parser would read them as -o.
-_ESCAPE = "\0"
-
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    try:
-        yield
-    except (SystemKVError, ValueError, OSError, RuntimeError) as error:
-        err.print(f"vllm-relay: {_one_line(error)}")
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        err.print("vllm-relay: stopped")
-        raise typer.Exit(130) from None
-
-
-def _one_line(error: Exception) -> str:
-    """What an error says, without pydantic's frame around it."""
-    if hasattr(error, "errors"):
-        return "; ".join(str(entry["msg"]) for entry in error.errors())
-    return " ".join(str(error).split())
+ESCAPE = "\0"
 
 
 def _json(text: str, where: str) -> Any:
@@ -76,7 +45,7 @@ def _engine_args(model: str, extra: list[str]) -> Any:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-relay build"))
-    extra = [x.removeprefix(_ESCAPE) for x in extra if x != "--"]
+    extra = [x.removeprefix(ESCAPE) for x in extra if x != "--"]
     given = parser.parse_args(["--model", model, *extra])
     return EngineArgs.from_cli_args(given)
 
@@ -105,7 +74,6 @@ def _outputs(output: Path, sources: list[Path]) -> list[Path]:
     return paths
 
 
-@app.command(context_settings=ENGINE_OPTIONS)
 def build(
     context: typer.Context,
     model: Annotated[str, typer.Option("--model", help="As for vllm serve.")],
@@ -141,7 +109,7 @@ def build(
     be repeated; all prompts share one start of the engine.
     """
     sources = [*(system_prompt or ()), *(text or ()), *(token_ids or ())]
-    with _one_line_errors():
+    with one_line_errors():
         if not sources:
             raise ValueError("nothing to build: give --system-prompt, --text or --token-ids")
         paths = _outputs(output, sources)
@@ -233,12 +201,13 @@ def _progress() -> Iterator[Any]:
         yield report
 
 
-@app.command()
 def inspect(
     files: Annotated[list[Path], typer.Argument(help="System-KV files.")], as_json: JsonFlag = False
 ) -> None:
     """Show what files hold; reads their headers only."""
-    with _one_line_errors():
+    from vllm_relay.system_kv.file import SystemKVFile
+
+    with one_line_errors():
         opened = [SystemKVFile(path) for path in files]
     if as_json:
         shown = []
@@ -282,7 +251,6 @@ def _excerpt(text: str | None) -> str:
     return shown if len(shown) <= 160 else f"{shown[:110]} … {shown[-45:]}"
 
 
-@app.command(context_settings=ENGINE_OPTIONS)
 def verify(
     arguments: Annotated[
         list[str], typer.Argument(metavar="FILE...", help="System-KV files, then vLLM's options.")
@@ -305,16 +273,16 @@ def verify(
     does stays below 10 %, other values are above 100 %.
     """
     # The parser puts options it does not know among the files.
-    marks = ("-", _ESCAPE)
+    marks = ("-", ESCAPE)
     count = next((i for i, x in enumerate(arguments) if x.startswith(marks)), len(arguments))
     files, options = [Path(x) for x in arguments[:count]], arguments[count:]
-    with _one_line_errors():
+    with one_line_errors():
         if not files:
             raise ValueError("name the files before vLLM's options")
         if recompute and model is None:
             raise ValueError("--recompute needs --model")
         if options and model is None:
-            raise ValueError(f"no such option without --model: {options[0].removeprefix(_ESCAPE)}")
+            raise ValueError(f"no such option without --model: {options[0].removeprefix(ESCAPE)}")
         engine_args = None if model is None else _engine_args(model, options)
         results = [_verify_bytes(path) for path in files]
         if engine_args is not None:
@@ -338,6 +306,8 @@ def verify(
 
 
 def _verify_bytes(path: Path) -> dict[str, Any]:
+    from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
+
     result: dict[str, Any] = {"path": str(path), "checked": [], "problems": [], "file": None}
     try:
         file = SystemKVFile(path)
@@ -390,8 +360,12 @@ def _verify_model(
             )
 
 
-def _largest_difference(file: SystemKVFile, tensors: Any) -> tuple[float, str]:
+def _largest_difference(file: "SystemKVFile", tensors: Any) -> tuple[float, str]:
     """The largest relative rms difference of one token between a file and a fresh prefill."""
+    import torch
+
+    from vllm_relay.system_kv.file import tensor_names
+
     worst, where = 0.0, ""
     for layer in file.manifest.layers:
         stored = file.tensors(layer.name)
@@ -405,16 +379,3 @@ def _largest_difference(file: SystemKVFile, tensors: Any) -> tuple[float, str]:
             if value >= worst:
                 worst, where = value, f"token {token} of tensor {name}"
     return worst, where
-
-
-def main() -> None:
-    """Entry point ``vllm-relay``."""
-    theirs = re.compile(r"-[a-z]")
-    arguments = [
-        _ESCAPE + x if theirs.match(x) and not x.startswith("-o") else x for x in sys.argv[1:]
-    ]
-    app(args=arguments)
-
-
-if __name__ == "__main__":
-    main()

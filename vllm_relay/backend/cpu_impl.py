@@ -1,0 +1,183 @@
+"""One layer's relay attention on vLLM's CPU engine: vLLM's own, with the relay path in front."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
+
+from vllm_relay.backend.layout import BlockLayout, find_layout
+from vllm_relay.backend.metadata import RelayStep
+from vllm_relay.backend.sink_lse import (
+    attend_with_lse,
+    give_heads_twice,
+    part_both,
+    sinks_for_both,
+)
+from vllm_relay.ops import system_attention
+from vllm_relay.ops.cpu.fusion import fuse_into
+from vllm_relay.ops.system import level_attention
+
+
+@dataclass
+class RelayMetadata(CPUAttentionMetadata):
+    """vLLM's metadata of a step that is relayed; other steps carry vLLM's own class."""
+
+    relay: RelayStep | None = None
+
+
+class RelayImpl(CPUAttentionBackendImpl):
+    """vLLM's CPU attention of one layer, with the relay path in front of it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.refusal = self._refusal()
+        self._layout: BlockLayout | None = None
+
+    def _refusal(self) -> str | None:
+        """What about this layer the split does not cover, or None."""
+        checks = (
+            (self.attn_type != AttentionType.DECODER, f"{self.attn_type} attention"),
+            (self.sliding_window > 0, "a sliding window"),
+            (self.alibi_slopes is not None, "ALiBi"),
+            (bool(self.logits_soft_cap), "a logits soft cap"),
+            (self.sinks is not None, "attention sinks"),
+            (self.kv_cache_dtype != "auto", f"a {self.kv_cache_dtype} KV cache"),
+        )
+        return next((name for applies, name in checks if applies), None)
+
+    def prepare(self, layer: Any, block_size: int, dtype: torch.dtype) -> None:
+        """Find how the engine lays out this layer's blocks.
+
+        The layer is left to vLLM when that fails.
+        """
+        if dtype == torch.float16:
+            # Its range is too small for `sink_lse`.
+            self.refusal = self.refusal or "float16"
+        if self.refusal is None:
+            self._layout = find_layout(
+                lambda key, value, cache, slots: self.do_kv_cache_update(
+                    layer, key, value, cache, slots
+                ),
+                self.num_kv_heads,
+                block_size,
+                self.head_size,
+                dtype,
+            )
+            if self._layout is None:
+                self.refusal = "a KV layout that relay cannot read"
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """As vLLM's: query, output ``[T, Hq, D]``, cache ``[blocks, Hkv, block_size, 2 * D]``."""
+        step = attn_metadata.relay if isinstance(attn_metadata, RelayMetadata) else None
+        if step is None or self.refusal is not None:
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+            )
+        if step.rest is not None:
+            q = query[step.loners]  # for key and value too, see `_context_attention`
+            rest = torch.empty_like(q)
+            output[step.loners] = super().forward(layer, q, q, q, kv_cache, step.rest, rest)
+        count = step.context.num_actual_tokens
+        mine = query[:count] if step.tokens is None else query[step.tokens]
+        outs, lses = self._levels(layer, mine, kv_cache, step)
+        context = self._context_attention(layer, mine, kv_cache, step, outs, lses)
+        fuse_into(output, step.tokens, [*outs, context[0]], [*lses, context[1]])
+        return output
+
+    def _levels(
+        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, step: RelayStep
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """System attention of each level: outs ``[N, Hq, D]``, lses ``[Hq, N]`` in relay order."""
+        assert self._layout is not None  # or the layer would be refused
+        outs, lses = [], []
+        for level in step.levels:
+            groups = [
+                (
+                    group.begin,
+                    group.end,
+                    *group.copy.layer(layer.layer_name, kv_cache, self._layout, group.blocks),
+                )
+                for group in level
+            ]
+            out, lse = level_attention(query, groups, scale=self.scale)
+            outs.append(out)
+            lses.append(lse)
+        return outs, lses
+
+    def _context_attention(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        step: RelayStep,
+        system_outs: list[torch.Tensor],
+        system_lses: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The context partial of the grouped rows, from vLLM's kernel: ``[N, Hq, D], [Hq, N]``."""
+        with_sinks = copy.copy(self)
+
+        def kernel(impl: RelayImpl, query: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(query)
+            # query stands in for key and value, which vLLM's decoder path does not read: they are
+            # in the cache already
+            return CPUAttentionBackendImpl.forward(
+                impl, layer, query, query, query, kv_cache, step.context, out
+            )
+
+        def attend(sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            if not step.heads_twice:
+                with_sinks.sinks = sinks
+                return kernel(self, query), kernel(with_sinks, query)
+            with_sinks.sinks = sinks_for_both(sinks, self.num_kv_heads)
+            twice = give_heads_twice(query, self.num_kv_heads)
+            return part_both(kernel(with_sinks, twice), self.num_kv_heads)
+
+        lse_of_all = system_lses[0]
+        if len(system_lses) > 1:
+            lse_of_all = torch.logsumexp(torch.stack(system_lses), 0)
+        out, lse, unknown = attend_with_lse(attend, lse_of_all)
+        if unknown.any():
+            # A head that is empty in every partial stays empty whatever the weights.
+            empty = unknown.clone()
+            for system_out, system_lse in zip(system_outs, system_lses, strict=True):
+                empty &= ~(system_out.any(-1).T & system_lse.isfinite())
+            lse.masked_fill_(empty, -torch.inf)
+            unknown &= ~empty
+            for token in unknown.any(0).nonzero().flatten().tolist():
+                lse[:, token] = self._exact_context_lse(query[token], kv_cache, step.context, token)
+        return out, lse
+
+    def _exact_context_lse(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: CPUAttentionMetadata,
+        token: int,
+    ) -> torch.Tensor:
+        """LSE ``[Hq]`` of one token's context from its row's own blocks, copied row by row."""
+        assert self._layout is not None
+        starts = metadata.query_start_loc
+        row = int(torch.searchsorted(starts, token, right=True)) - 1
+        # The row's queries are its last tokens; each sees what comes before it, and itself.
+        tokens = int(metadata.seq_lens[row]) - (int(starts[row + 1]) - 1 - token)
+        block_size = kv_cache.shape[2]
+        blocks = metadata.block_table[row, : -(-tokens // block_size)].tolist()
+        keys = kv_cache.new_empty(self.num_kv_heads, len(blocks) * block_size, self.head_size)
+        values = torch.empty_like(keys)
+        self._layout.copy_rows(kv_cache, blocks, keys, values)
+        keys, values = (x[:, :tokens].transpose(0, 1) for x in (keys, values))
+        return system_attention(query[None], keys, values, scale=self.scale)[1][:, 0]

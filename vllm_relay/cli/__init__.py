@@ -1,0 +1,38 @@
+"""``vllm-relay``: build system-KV files, look at them, check them; explain what a log shares.
+
+Importing this imports neither torch nor vLLM: commands do, where they need them.
+"""
+
+import re
+import sys
+
+import typer
+
+from vllm_relay.cli import explain, system_kv
+from vllm_relay.cli.console import err, out
+
+__all__ = ["app", "err", "main", "out"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="KV that many requests share, for vLLM: compute a prompt's KV once and serve with it from "
+    "the start; see what requests share and what that is worth.",
+)
+app.command(context_settings=system_kv.ENGINE_OPTIONS)(system_kv.build)
+app.command()(system_kv.inspect)
+app.command(context_settings=system_kv.ENGINE_OPTIONS)(system_kv.verify)
+app.command()(explain.explain)
+
+
+def main() -> None:
+    """Entry point ``vllm-relay``."""
+    arguments = sys.argv[1:]
+    if arguments[:1] in (["build"], ["verify"]):
+        theirs = re.compile(r"-[a-z]")
+        arguments = [
+            system_kv.ESCAPE + x if theirs.match(x) and not x.startswith("-o") else x
+            for x in arguments
+        ]
+    app(args=arguments)

@@ -1,0 +1,5 @@
+"""``python -m vllm_relay.cli``."""
+
+from vllm_relay.cli import main
+
+main()

@@ -1,0 +1,228 @@
+"""``vllm-relay explain``: what the requests of a log share as they decode, and what that saves."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from vllm_relay.cli.console import JsonFlag, err, one_line_errors, out
+
+if TYPE_CHECKING:
+    from vllm_relay.sharing.trace import Tokenize
+
+ALL_LEVELS = 2**31
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+class Objective(StrEnum):
+    """What groups are chosen for: the least predicted time, or the fewest KV tokens read."""
+
+    TIME = "time"
+    READS = "reads"
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of one attention layer."""
+
+    heads: int = 32
+    kv_heads: int = 8
+    head_size: int = 128
+    dtype: str = "bfloat16"
+
+
+def explain(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Request log: JSON lines.")],
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--concurrency",
+            min=1,
+            help="Requests that decode at once; may be repeated.",
+            show_default="64",
+        ),
+    ] = None,
+    block_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--block-tokens",
+            min=1,
+            help="Tokens per KV block, or per hash.",
+            show_default="512 for hash_ids, else 16",
+        ),
+    ] = None,
+    objective: Annotated[
+        Objective,
+        typer.Option("--objective", help="What to make least: predicted time, or KV tokens read."),
+    ] = Objective.TIME,
+    max_levels: Annotated[
+        str,
+        typer.Option("--max-levels", metavar="N", help="Most levels of nested groups, or all."),
+    ] = "all",
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Write a PNG of KV reads over time.")
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", help="Folder: heads from its config.json, and its tokenizer."),
+    ] = None,
+    heads: Annotated[
+        int | None, typer.Option("--heads", min=1, help="Query heads.", show_default="32")
+    ] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option("--kv-heads", min=1, help="KV heads.", show_default="8")
+    ] = None,
+    head_size: Annotated[
+        int | None, typer.Option("--head-size", min=1, help="Head size.", show_default="128")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", help="Folder, for rows of text.")
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="Whose costs; see calibrate.", show_default="this machine"),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Replay a request log: who would share what, KV reads saved, predicted speed-up.
+
+    Each line of TRACE is an object that says what a prompt was, in one of these ways:
+
+    - hash_ids (one number per block), input_length, output_length: Mooncake's form
+
+    - prompt_token_ids (numbers)
+
+    - prompt (text) or messages, which need --tokenizer or --model
+
+    The last two take output_length or max_tokens, else 256; all may have a timestamp, in
+    milliseconds.
+
+    The replay is a closed loop of decode steps: requests start in the order of their timestamps,
+    each as soon as there is a place. Prefill is not modelled; speed-ups are those of attention in
+    decode steps.
+    """
+    with one_line_errors(), ExitStack() as files:
+        levels = _levels(max_levels)
+        shape = _shape(model, heads, kv_heads, head_size)
+        from vllm_relay.sharing.cost import reads
+        from vllm_relay.sharing.device import find_costs
+        from vllm_relay.sharing.replay import replay
+        from vllm_relay.sharing.trace import read_trace
+
+        found = find_costs(
+            shape.heads, shape.kv_heads, shape.head_size, device=device, dtype=shape.dtype
+        )
+        by_time = objective is Objective.TIME
+        costs = found.costs.with_margin(found.margin) if by_time else reads()
+        if plot is not None:
+            from vllm_relay.cli.plot import check_matplotlib, draw, replacing
+
+            check_matplotlib()
+            draft = files.enter_context(replacing(plot))
+        log = read_trace(trace, block_tokens, _tokenize(tokenizer or model))
+        results = []
+        for count in concurrency or [64]:
+            with _progress(f"{count:,} at once", len(log.requests)) as report:
+                result = replay(
+                    log,
+                    count,
+                    costs=costs,
+                    seconds=found.costs,
+                    max_levels=levels,
+                    report=report,
+                )
+            results.append(result)
+        if plot is not None:
+            draw(results, draft, trace.name)
+
+        from vllm_relay.cli.report import as_data, show
+
+        options = {"objective": objective.value, "max_levels": max_levels}
+        if as_json:
+            used = {**vars(shape), "source": found.source, "margin": found.margin, **options}
+            data = [as_data(result, log, used) for result in results]
+            out.print_json(data=data if len(data) > 1 else data[0])
+        else:
+            show(results, log, trace, found.source, **options)
+
+
+def _levels(given: str) -> int:
+    if given == "all":
+        return ALL_LEVELS
+    if not given.isdecimal() or int(given) < 1:
+        raise ValueError(f"--max-levels must be a whole number >= 1, or all, got {given!r}")
+    return min(int(given), ALL_LEVELS)
+
+
+def _shape(
+    model: Path | None, heads: int | None, kv_heads: int | None, head_size: int | None
+) -> Heads:
+    """The options' heads, or the model's."""
+    if model is None:
+        shape = Heads(
+            heads or Heads.heads, kv_heads or Heads.kv_heads, head_size or Heads.head_size
+        )
+    elif heads or kv_heads or head_size:
+        raise ValueError("--model says which heads: give it, or --heads, --kv-heads, --head-size")
+    else:
+        shape = _heads_of(model / "config.json")
+    if shape.heads % shape.kv_heads:
+        raise ValueError(f"{shape.heads} query heads for {shape.kv_heads} KV heads: no whole ratio")
+    return shape
+
+
+def _heads_of(path: Path) -> Heads:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config = config.get("text_config") or config
+        heads = int(config["num_attention_heads"])
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        head_size = int(config.get("head_dim") or config["hidden_size"] // heads)
+    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(f"{path}: does not say which heads: {error!r}") from None
+    if min(heads, kv_heads, head_size) < 1:
+        raise ValueError(f"{path}: heads and head size must be >= 1")
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return Heads(heads, kv_heads, head_size, dtype if dtype in DTYPES else "bfloat16")
+
+
+def _tokenize(folder: Path | None) -> "Tokenize | None":
+    """Text or messages to token ids; the tokenizer is loaded for the first row that needs it."""
+    if folder is None:
+        return None
+    loaded: list[Any] = []
+
+    def tokenize(prompt: str | list[Any]) -> list[int]:
+        if not loaded:
+            from transformers import AutoTokenizer
+
+            loaded.append(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+        if isinstance(prompt, str):
+            return list(loaded[0](prompt)["input_ids"])
+        made = loaded[0].apply_chat_template(
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return list(made)
+
+    return tokenize
+
+
+@contextmanager
+def _progress(doing: str, total: int) -> Iterator[Callable[[int], None]]:
+    """``report(requests done)``: a bar in a terminal, nothing elsewhere."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("requests"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        task = progress.add_task(doing, total=total)
+        yield lambda done: progress.update(task, completed=done)

@@ -1,0 +1,120 @@
+"""The picture of `explain`: KV tokens read per decode step over the time of the trace."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_relay.sharing.replay import Replay
+
+BINS = 160
+Floats = NDArray[np.float64]
+
+
+def check_matplotlib() -> None:
+    """Raises ValueError where matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A draft beside ``path`` that takes its place in the end, if it was written.
+
+    Raises:
+        OSError: there cannot be a file of that name.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(f"{path}: is a folder")
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        draft.touch()
+    except OSError as error:
+        raise OSError(f"{path}: {error.strerror}") from None
+    try:
+        yield draft
+        if draft.stat().st_size:
+            draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def draw(results: list[Replay], path: Path, name: str) -> None:
+    """Write the PNG: KV tokens per step of one replay, or shares saved of several.
+
+    Raises:
+        ValueError: there is nothing to draw.
+    """
+    if not all(result.steps for result in results):
+        raise ValueError("--plot: no request generates a token")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import EngFormatter, PercentFormatter
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    in_time = all(_spans_time(result) for result in results)
+    if len(results) == 1:
+        (result,) = results
+        x, stock, relay, once = _binned(result, in_time)
+        axes.plot(x, stock, label="vLLM's attention", color="tab:gray")
+        axes.plot(x, relay, label=f"relay: {result.saved:.1%} fewer", color="tab:blue")
+        axes.plot(x, once, label="each shared block once", color="black", linestyle=":")
+        axes.yaxis.set_major_formatter(EngFormatter())
+        axes.set_ylabel("KV tokens read per decode step and layer")
+        title = f"{name}: {result.concurrency:,} requests decode at once"
+    else:
+        for result in results:
+            x, stock, relay, once = _binned(result, in_time)
+            (line,) = axes.plot(
+                x,
+                1 - relay / np.maximum(stock, 1),
+                label=f"{result.concurrency:,} at once: {result.saved:.1%}",
+            )
+            axes.plot(x, 1 - once / np.maximum(stock, 1), color=line.get_color(), linestyle=":")
+        axes.plot([], [], color="black", linestyle=":", label="if each shared block is read once")
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+        axes.set_ylabel("KV reads saved")
+        title = f"{name}: requests that decode at once"
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("time of the trace (minutes)" if in_time else "decode step")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path, format="png", dpi=150)
+    pyplot.close(figure)
+
+
+def _spans_time(result: Replay) -> bool:
+    """Whether requests came one after another: not in a trace without timestamps."""
+    times = [interval.timestamp for interval in result.intervals]
+    return bool(times) and times[-1] > times[0]
+
+
+def _binned(result: Replay, in_time: bool) -> tuple[Floats, Floats, Floats, Floats]:
+    """Where bins lie, and KV tokens per step in each: stock, relay, once. Empty bins are left out.
+
+    The time is that of the newest request, and ends with the last one: the steps after it, in which
+    fewer and fewer are left, would all be put there.
+    """
+    rows: list[Any] = [(i.timestamp, i.steps, i.stock, i.relay, i.once) for i in result.intervals]
+    times, steps, *tokens = (np.array(x, dtype=np.float64) for x in zip(*rows, strict=True))
+    if in_time:
+        x, keep = times / 60_000, times < times[-1]
+        x, steps, tokens = x[keep], steps[keep], [t[keep] for t in tokens]
+    else:
+        x = np.cumsum(steps) - steps / 2
+    bins = np.minimum((x - x[0]) / max(x[-1] - x[0], 1e-9) * BINS, BINS - 1).astype(np.int64)
+    weight = np.bincount(bins, steps, BINS)
+    used = weight > 0
+    where = np.bincount(bins, x * steps, BINS)[used] / weight[used]
+    stock, relay, once = (np.bincount(bins, t, BINS)[used] / weight[used] for t in tokens)
+    return where, stock, relay, once

@@ -1,0 +1,177 @@
+"""What `explain` found, for people and as JSON."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vllm_relay.cli.console import PLAIN, out
+from vllm_relay.sharing.replay import Replay, SharedBy
+from vllm_relay.sharing.trace import Trace
+
+# Segments shown, and in JSON.
+SHOWN, LISTED = 10, 100
+
+
+def as_data(result: Replay, log: Trace, used: dict[str, Any]) -> dict[str, Any]:
+    """One replay as JSON; the first eight keys are the public surface.
+
+    Args:
+        used: the costs and options behind it.
+    """
+    return {
+        "requests": result.requests,
+        "steps": result.steps,
+        "kv_tokens_stock": result.kv_tokens_stock,
+        "kv_tokens_relay": result.kv_tokens_relay,
+        "kv_tokens_once": result.kv_tokens_once,
+        "saved": result.saved,
+        "predicted_speedup": result.predicted_speedup,
+        "levels_used": result.levels_used,
+        "concurrency": result.concurrency,
+        "steps_relayed": result.steps_relayed,
+        "block_tokens": log.block_tokens,
+        "reasons": asdict(result.reasons),
+        "groups": [
+            {
+                "start": group.start,
+                "tokens": group.tokens,
+                "level": group.level,
+                "members": group.members,
+                "steps": group.steps,
+                "kv_tokens_saved": group.saved,
+                "first_line": group.first.line,
+            }
+            for group in result.groups[:LISTED]
+        ],
+        "costs": used,
+    }
+
+
+def show(
+    results: list[Replay], log: Trace, path: Path, source: str, *, objective: str, max_levels: str
+) -> None:
+    """Print replays of one trace beside each other, then the groups of each."""
+    count = len(log.requests)
+    mean = sum(request.input_length for request in log.requests) / count
+    out.print(
+        f"{path.name}: {count:,} request{'' if count == 1 else 's'}, prompts of {mean:,.0f} tokens "
+        f"on average, blocks of {log.block_tokens:,}"
+    )
+    aim = {"time": "the least predicted time", "reads": "the fewest KV reads"}[objective]
+    levels = "any number of levels" if max_levels == "all" else f"at most {max_levels} levels"
+    out.print(f"groups are chosen for {aim}, {levels}; decode only")
+    out.print(f"{source}\n")
+    page = Console(**PLAIN)
+    page.print(_totals(results))
+    page.print(_where_reads_go(results, objective, max_levels))
+    for result in results:
+        if result.groups:
+            page.print(_groups(result))
+        else:
+            out.print(_why_none(result))
+
+
+def _why_none(result: Replay) -> str:
+    start = f"{result.concurrency:,} at once: nothing is relayed"
+    if not result.steps:
+        return f"{start}: no request generates a token"
+    if not result.savable:
+        return f"{start}: no two requests that run at once share a full block"
+    return (
+        f"{start}: {_percent(result.savable)} of KV reads are repeated, but no group of their "
+        "requests is predicted to save time"
+    )
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+
+
+def _totals(results: list[Replay]) -> Table:
+    table = _table("KV tokens read per layer, all decode steps")
+    table.add_column("requests at once")
+    for result in results:
+        table.add_column(f"{result.concurrency:,}", justify="right")
+    lines: list[tuple[str, list[str]]] = [
+        ("decode steps", [f"{r.steps:,}" for r in results]),
+        ("  with groups", [_share(r.steps_relayed, r.steps) for r in results]),
+        ("levels used", [str(r.levels_used) for r in results]),
+        ("read by vLLM's attention", [_tokens(r.kv_tokens_stock) for r in results]),
+        ("read with relay", [_tokens(r.kv_tokens_relay) for r in results]),
+        ("each shared block once", [_tokens(r.kv_tokens_once) for r in results]),
+        ("KV reads saved", [_percent(r.saved) for r in results]),
+        ("attention, predicted", [f"{r.predicted_speedup:.2f} x as fast" for r in results]),
+    ]
+    for name, cells in lines:
+        table.add_row(name, *cells, style="bold" if name == "KV reads saved" else None)
+    return table
+
+
+def _where_reads_go(results: list[Replay], objective: str, max_levels: str) -> Table:
+    table = _table("Where the reads of vLLM's attention go, and why they stay")
+    table.add_column("requests at once")
+    for result in results:
+        table.add_column(f"{result.concurrency:,}", justify="right")
+    why = [
+        *(["no group pays"] if objective == "time" else []),
+        *([f"--max-levels {max_levels}"] if max_levels != "all" else []),
+    ]
+    rows = {
+        "saved": "saved: relayed",
+        "repeated": "repeated" + (f": {' or '.join(why)}" if why else ""),
+        "first_reads": "shared in the batch, read once",
+        "other_times": "held by others, at other times",
+        "own": "prompts that nobody else has",
+        "generated": "generated tokens",
+    }
+    for name, words in rows.items():
+        cells = [_share(getattr(r.reasons, name), r.kv_tokens_stock) for r in results]
+        table.add_row(words, *cells)
+    return table
+
+
+def _groups(result: Replay) -> Table:
+    count = len(result.groups)
+    which = f"the {SHOWN} of {count:,} segments that save most" if count > SHOWN else "segments"
+    table = _table(f"Who shares what, {result.concurrency:,} at once: {which}")
+    for name in ("tokens", "from token", "level", "requests", "steps", "saved"):
+        table.add_column(name, justify="right")
+    table.add_column("first request", no_wrap=True, overflow="ellipsis")
+    for group in result.groups[:SHOWN]:
+        table.add_row(
+            f"{group.tokens:,}",
+            f"{group.start:,}",
+            str(group.level),
+            f"{group.members:,}",
+            f"{group.steps:,}",
+            _share(group.saved, result.kv_tokens_stock),
+            _first(group),
+        )
+    return table
+
+
+def _first(group: SharedBy) -> str:
+    line = f"line {group.first.line:,}"
+    text = " ".join((group.first.text or "").split())
+    return f"{line}: {text}" if text else line
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}".replace("%", " %")
+
+
+def _share(part: int, whole: int) -> str:
+    return _percent(part / whole) if whole else "-"
+
+
+def _tokens(count: int) -> str:
+    for size, unit in ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if count >= size:
+            return f"{count / size:.{2 if count < 10 * size else 1}f} {unit}"
+    return str(count)
