@@ -78,17 +78,31 @@ def _wrong_paged_lse(stock: Any) -> Any:
     return paged_relay
 
 
-# name -> the module of vllm_relay.backend, what of it is replaced, and by what
+def _wrong_level(stock: Any) -> Any:
+    def level_attention(q: Any, groups: Any, **kwargs: Any) -> Any:
+        if len(groups) < 3:
+            return stock(q, groups, **kwargs)
+        # each group of a level of several gets the segment of the next
+        moved = [(*a[:2], *b[2:]) for a, b in zip(groups, groups[1:] + groups[:1], strict=True)]
+        return stock(q, moved, **kwargs)
+
+    return level_attention
+
+
+# name -> the module of vllm_relay, what of it is replaced, and by what
 PLANTS = {
-    "lse": ("cpu", "system_attention", _wrong_lse),
-    "context-lse": ("cpu", "attend_with_lse", _wrong_context_lse),
-    "block": ("cpu", "system_attention", _skipped_block),
-    "layout": ("cpu", "system_attention", _wrong_layout),
-    "paged-lse": ("cuda_impl", "paged_relay", _wrong_paged_lse),
+    "lse": ("ops.system", "system_attention", _wrong_lse),
+    "context-lse": ("backend.cpu_impl", "attend_with_lse", _wrong_context_lse),
+    "block": ("ops.system", "system_attention", _skipped_block),
+    "layout": ("ops.system", "system_attention", _wrong_layout),
+    "level": ("backend.cpu_impl", "level_attention", _wrong_level),
+    "paged-lse": ("backend.cuda_impl", "paged_relay", _wrong_paged_lse),
 }
 
 
 _watched = {"reads": 0, "stale": 0, "dropped": 0}
+# Of relayed steps: levels -> how many; query tokens of their rows -> how many rows.
+_seen: dict[str, dict[int, int]] = {"levels": {}, "queries": {}}
 
 
 def _watch() -> None:
@@ -97,10 +111,10 @@ def _watch() -> None:
 
     stock_layer, stock_begin = SegmentCopy.layer, SegmentCopies.begin_step
 
-    def layer(self: Any, name: str, kv_cache: Any, layout: Any, num_blocks: int) -> Any:
-        found = stock_layer(self, name, kv_cache, layout, num_blocks)
-        fresh = SegmentCopy(self.block_ids, 0)
-        true = stock_layer(fresh, name, kv_cache, layout, num_blocks)
+    def layer(self: Any, name: str, kv_cache: Any, layout: Any, blocks: slice) -> Any:
+        found = stock_layer(self, name, kv_cache, layout, blocks)
+        fresh = SegmentCopy(self.block_ids, self.start, 0)
+        true = stock_layer(fresh, name, kv_cache, layout, blocks)
         _watched["reads"] += 1
         _watched["stale"] += not all(map(torch.equal, found, true))
         return found
@@ -123,6 +137,24 @@ class WorkerExtension:
         if not guarded:
             SegmentCopies.begin_step = lambda self, *args: None
         _watch()
+
+    def watch_steps(self) -> None:
+        """Count levels and query lengths of relayed steps from now on."""
+        from vllm_relay.backend.cpu import RelayMetadataBuilder
+
+        stock = RelayMetadataBuilder._step
+
+        def step(self: Any, common: Any, plan: Any, copies: Any, queries: Any) -> Any:
+            made = stock(self, common, plan, copies, queries)
+            for name, values in (("levels", [len(made.levels)]), ("queries", queries[plan.rows])):
+                for value in map(int, values):
+                    _seen[name][value] = _seen[name].get(value, 0) + 1
+            return made
+
+        RelayMetadataBuilder._step = step
+
+    def seen_steps(self) -> dict[str, dict[int, int]]:
+        return _seen
 
     def watched(self) -> dict[str, int]:
         return dict(_watched)
@@ -166,5 +198,5 @@ class WorkerExtension:
         mock.patch.stopall()
         if name is not None:
             place, attribute, wrong = PLANTS[name]
-            module = importlib.import_module(f"vllm_relay.backend.{place}")
+            module = importlib.import_module(f"vllm_relay.{place}")
             mock.patch.object(module, attribute, wrong(getattr(module, attribute))).start()

@@ -3,7 +3,8 @@
 SPEC: ``engine`` (arguments of `vllm.LLM`), ``warm_up`` and ``prompts`` (token ids), ``steps``,
 ``force`` (tokens that each request must produce, or null for greedy), ``passes`` (errors of
 `in_worker.PLANTS` to plant, null for none). RESULT: ``counters`` of the first worker, ``workers``,
-and per pass ``tokens`` and ``logprobs`` of the produced tokens, both [requests][steps].
+``levels`` and ``queries`` (how many relayed steps had so many levels, and rows so many query
+tokens), and per pass ``tokens`` and ``logprobs`` of the produced tokens, both [requests][steps].
 """
 
 import json
@@ -42,6 +43,8 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         return [r.outputs[0] for r in llm.generate(requests, params, use_tqdm=False)]
 
     generate(spec["warm_up"], 1, None)
+    if spec["engine"].get("attention_backend") == "relay":
+        llm.collective_rpc("watch_steps")
     results = []
     for name in spec["passes"]:
         llm.collective_rpc("plant", args=(name,))
@@ -56,7 +59,8 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
             }
         )
     workers = llm.collective_rpc("relay_counters")
-    return {"passes": results, "counters": workers[0], "workers": workers}
+    seen = llm.collective_rpc("seen_steps")[0]
+    return {"passes": results, "counters": workers[0], "workers": workers, **seen}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ position by position. The same comparison must fail with an error planted in the
 would prove nothing.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,36 @@ BLOCK = 128
 # tokens of each group's shared prefix, its members, and tokens that each member adds
 GROUPS = ((600, 14, 60), (420, 10, 60), (300, 8, 90))
 LONERS = 5
+# Prompts of a tree: so many system prompts, documents below each and samples of each, and tokens of
+# a system prompt, a document and a sample's own.
+TREE, TREE_TOKENS = (2, 3, 4), (300, 280, 60)
 
 pytestmark = pytest.mark.engine
 
 
+def _source(tokens: np.ndarray) -> Callable[[int], list[int]]:
+    source = iter(tokens.tolist())
+    return lambda count: [next(source) for _ in range(count)]
+
+
+def _tree(tokens: np.ndarray) -> tuple[list[list[int]], list[list[int]]]:
+    """A prompt per document to warm the cache; samples of all documents, shuffled."""
+    take = _source(tokens)
+    systems, documents, samples = TREE
+    warm_up, prompts = [], []
+    for _ in range(systems):
+        system = take(TREE_TOKENS[0])
+        for _ in range(documents):
+            document = system + take(TREE_TOKENS[1])
+            warm_up.append(document)
+            prompts += [document + take(TREE_TOKENS[2] + 7 * i) for i in range(samples)]
+    order = np.random.default_rng(0).permutation(len(prompts))
+    return warm_up, [prompts[i] for i in order]
+
+
 def _prompts(tokens: np.ndarray) -> tuple[list[list[int]], list[list[int]]]:
     """A prompt per group to warm the cache, and 32 requests in 3 groups plus 5 loners, shuffled."""
-    source = iter(tokens.tolist())
-
-    def take(count: int) -> list[int]:
-        return [next(source) for _ in range(count)]
-
+    take = _source(tokens)
     warm_up, prompts = [], []
     for prefix_tokens, members, own_tokens in GROUPS:
         prefix = take(prefix_tokens)
@@ -65,6 +85,8 @@ MODELS = {
     "mqa-128": (8, 1, 128),
     "smollm2": None,
 }
+# Those that get the prompts of a tree; the others get three groups.
+TREES = ("gqa-96",)
 # fp32 is 2 ** 16 times finer than bf16. A hundredth of the bf16 bound leaves room for all that is
 # not rounding of the model itself, and lies far below what any planted error does.
 FP32_SHARE = 0.01
@@ -78,7 +100,7 @@ def test_logprobs_stay_within_twice_the_distance_of_vllms_own(name: str, tmp_pat
         warm_up, prompts = _prompts(_text_tokens(model))
     else:
         model = write_random_model(tmp_path / "model", *shape)
-        warm_up, prompts = _prompts(_random_tokens(model))
+        warm_up, prompts = (_tree if name in TREES else _prompts)(_random_tokens(model))
     force = None
 
     def run(dtype: str, passes: list[str | None], **engine: Any) -> dict[str, Any]:
@@ -105,14 +127,16 @@ def test_logprobs_stay_within_twice_the_distance_of_vllms_own(name: str, tmp_pat
     assert stock["counters"]["steps"] == 0
     bound = 2 * _distances(stock["passes"][0], exact)
 
+    levels, groups, more = (2, 8, ["level"]) if name in TREES else (1, 3, [])
     for dtype, plants, share in (
-        ("bfloat16", ["block", "layout"], 1.0),
+        ("bfloat16", ["block", "layout", *more], 1.0),
         ("float32", ["lse", "context-lse"], FP32_SHARE),
     ):
         result = run(dtype, [None, *plants], **relay)
         steps = len(result["passes"]) * (STEPS - 8)
         assert result["counters"]["steps_relayed"] >= steps
-        assert result["counters"]["groups"] >= 3 * steps
+        assert result["counters"]["groups"] >= groups * steps
+        assert result["levels"].get(str(levels), 0) >= steps
         good, *planted = (_distances(p, exact) / share for p in result["passes"])
         print(f"{name} {dtype} (rms, p99.9) / share: bound {bound} relay {good} planted {planted}")
         assert (good <= bound).all()

@@ -88,13 +88,15 @@ class RelayImpl(CPUAttentionBackendImpl):
                 layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
             )
         if step.rest is not None:
-            q = query[step.loners]  # for key and value too, see `_context_attention`
+            q = query[step.loners]  # for key and value too, see `attend_context`
             rest = torch.empty_like(q)
             output[step.loners] = super().forward(layer, q, q, q, kv_cache, step.rest, rest)
         count = step.context.num_actual_tokens
         mine = query[:count] if step.tokens is None else query[step.tokens]
         outs, lses = self._levels(layer, mine, kv_cache, step)
-        context = self._context_attention(layer, mine, kv_cache, step, outs, lses)
+        context = self.attend_context(
+            layer, mine, kv_cache, step.context, step.heads_twice, outs, lses
+        )
         fuse_into(output, step.tokens, [*outs, context[0]], [*lses, context[1]])
         return output
 
@@ -118,16 +120,22 @@ class RelayImpl(CPUAttentionBackendImpl):
             lses.append(lse)
         return outs, lses
 
-    def _context_attention(
+    def attend_context(
         self,
         layer: Any,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
-        step: RelayStep,
+        metadata: CPUAttentionMetadata,
+        heads_twice: bool,
         system_outs: list[torch.Tensor],
         system_lses: list[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The context partial of the grouped rows, from vLLM's kernel: ``[N, Hq, D], [Hq, N]``."""
+        """The context partial of the grouped rows, from vLLM's kernel: ``[N, Hq, D], [Hq, N]``.
+
+        Args:
+            query: ``[N, Hq, D]``. metadata: of the contexts alone. heads_twice: as in `RelayStep`.
+            system_outs, system_lses: the other partials, whose size decides how exact it must be.
+        """
         with_sinks = copy.copy(self)
 
         def kernel(impl: RelayImpl, query: torch.Tensor) -> torch.Tensor:
@@ -135,11 +143,11 @@ class RelayImpl(CPUAttentionBackendImpl):
             # query stands in for key and value, which vLLM's decoder path does not read: they are
             # in the cache already
             return CPUAttentionBackendImpl.forward(
-                impl, layer, query, query, query, kv_cache, step.context, out
+                impl, layer, query, query, query, kv_cache, metadata, out
             )
 
         def attend(sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            if not step.heads_twice:
+            if not heads_twice:
                 with_sinks.sinks = sinks
                 return kernel(self, query), kernel(with_sinks, query)
             with_sinks.sinks = sinks_for_both(sinks, self.num_kv_heads)
@@ -158,7 +166,7 @@ class RelayImpl(CPUAttentionBackendImpl):
             lse.masked_fill_(empty, -torch.inf)
             unknown &= ~empty
             for token in unknown.any(0).nonzero().flatten().tolist():
-                lse[:, token] = self._exact_context_lse(query[token], kv_cache, step.context, token)
+                lse[:, token] = self._exact_context_lse(query[token], kv_cache, metadata, token)
         return out, lse
 
     def _exact_context_lse(

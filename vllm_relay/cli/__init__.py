@@ -8,8 +8,11 @@ import sys
 
 import typer
 
-from vllm_relay.cli import explain, system_kv
+import vllm_relay.cli.explain as explain
+from vllm_relay.cli import system_kv
+from vllm_relay.cli.calibrate import calibrate
 from vllm_relay.cli.console import err, out
+from vllm_relay.cli.engine import ENGINE_OPTIONS, ESCAPE
 
 __all__ = ["app", "err", "main", "out"]
 
@@ -20,19 +23,20 @@ app = typer.Typer(
     help="KV that many requests share, for vLLM: compute a prompt's KV once and serve with it from "
     "the start; see what requests share and what that is worth.",
 )
-app.command(context_settings=system_kv.ENGINE_OPTIONS)(system_kv.build)
+app.command(context_settings=ENGINE_OPTIONS)(system_kv.build)
 app.command()(system_kv.inspect)
-app.command(context_settings=system_kv.ENGINE_OPTIONS)(system_kv.verify)
+app.command(context_settings=ENGINE_OPTIONS)(system_kv.verify)
 app.command()(explain.explain)
+app.command(context_settings=ENGINE_OPTIONS)(calibrate)
 
 
 def main() -> None:
     """Entry point ``vllm-relay``."""
     arguments = sys.argv[1:]
-    if arguments[:1] in (["build"], ["verify"]):
+    if arguments[:1] in (["build"], ["calibrate"], ["verify"]):
         theirs = re.compile(r"-[a-z]")
         arguments = [
-            system_kv.ESCAPE + x if theirs.match(x) and not x.startswith("-o") else x
+            ESCAPE + x if theirs.match(x) and not x.startswith("-o") else x
             for x in arguments
         ]
     app(args=arguments)

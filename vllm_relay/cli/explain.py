@@ -92,20 +92,20 @@ def explain(
 ) -> None:
     """Replay a request log: who would share what, KV reads saved, predicted speed-up.
 
-    Each line of TRACE is an object that says what a prompt was, in one of these ways:
+    Each line of TRACE is a JSON object that says what a prompt was:
 
-    - hash_ids (one number per block), input_length, output_length: Mooncake's form
+    - hash_ids (a number per block), input_length, output_length, as Mooncake
 
     - prompt_token_ids (numbers)
 
     - prompt (text) or messages, which need --tokenizer or --model
 
-    The last two take output_length or max_tokens, else 256; all may have a timestamp, in
-    milliseconds.
+    The last two take output_length or max_tokens, else 256. All may have a
+    timestamp, in milliseconds.
 
-    The replay is a closed loop of decode steps: requests start in the order of their timestamps,
-    each as soon as there is a place. Prefill is not modelled; speed-ups are those of attention in
-    decode steps.
+    The replay is a closed loop of decode steps: requests start in the order
+    of their timestamps, each as soon as there is a place. Prefill is not
+    modelled; speed-ups are those of attention in decode steps.
     """
     with one_line_errors(), ExitStack() as files:
         levels = _levels(max_levels)
@@ -141,15 +141,15 @@ def explain(
         if plot is not None:
             draw(results, draft, trace.name)
 
-        from vllm_relay.cli.report import as_data, show
+    from vllm_relay.cli.report import as_data, show
 
-        options = {"objective": objective.value, "max_levels": max_levels}
-        if as_json:
-            used = {**vars(shape), "source": found.source, "margin": found.margin, **options}
-            data = [as_data(result, log, used) for result in results]
-            out.print_json(data=data if len(data) > 1 else data[0])
-        else:
-            show(results, log, trace, found.source, **options)
+    options = {"objective": objective.value, "max_levels": max_levels}
+    if as_json:
+        used = {**vars(shape), "source": found.source, "margin": found.margin, **options}
+        data = [as_data(result, log, used) for result in results]
+        out.print_json(data=data if len(data) > 1 else data[0])
+    else:
+        show(results, log, trace, found.source, **options)
 
 
 def _levels(given: str) -> int:

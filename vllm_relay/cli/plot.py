@@ -29,8 +29,8 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         OSError: there cannot be a file of that name.
     """
-    if path.is_dir():
-        raise IsADirectoryError(f"{path}: is a folder")
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path}: is not a file")
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         draft.touch()

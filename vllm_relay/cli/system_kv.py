@@ -1,7 +1,6 @@
 """Commands on system-KV files: build, inspect, verify."""
 
 import json
-import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,17 +15,14 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from vllm_relay.cli.console import PLAIN, JsonFlag, err, one_line_errors, out
+from vllm_relay.cli.engine import ESCAPE, read_engine_args
 
 if TYPE_CHECKING:
     from vllm_relay.system_kv.file import SystemKVFile
 
-ENGINE_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
 # Of `verify --recompute`: rms of the difference over rms of the values, of one token in one tensor.
 # Rounding, with other chunks, makes up to 0.1 in bf16; values of other tokens or weights above 1.
 TOLERANCE = 0.25
-
-# Put before vLLM's options with one dash (-cc.mode=3, -tp): the parser would read them as -o.
-ESCAPE = "\0"
 
 
 def _json(text: str, where: str) -> Any:
@@ -34,20 +30,6 @@ def _json(text: str, where: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: is not JSON: {error}") from None
-
-
-def _engine_args(model: str, extra: list[str]) -> Any:
-    """vLLM's EngineArgs from the options that are not ours."""
-    # Its log would run into the progress bar, or into JSON; errors stay.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-relay build"))
-    extra = [x.removeprefix(ESCAPE) for x in extra if x != "--"]
-    given = parser.parse_args(["--model", model, *extra])
-    return EngineArgs.from_cli_args(given)
 
 
 def _read(path: Path) -> str:
@@ -118,7 +100,7 @@ def build(
         ids = [(p.stem, _token_ids(p)) for p in token_ids or ()]
         tool_list = _json(_read(tools), str(tools)) if tools else None
         kwargs = _json(chat_template_kwargs, "--chat-template-kwargs")
-        engine_args = _engine_args(model, context.args)
+        engine_args = read_engine_args("build", model, context.args)
 
         from vllm_relay.system_kv.build import Builder, scratch_folder
         from vllm_relay.system_kv.identity import read_chat_template
@@ -283,7 +265,7 @@ def verify(
             raise ValueError("--recompute needs --model")
         if options and model is None:
             raise ValueError(f"no such option without --model: {options[0].removeprefix(ESCAPE)}")
-        engine_args = None if model is None else _engine_args(model, options)
+        engine_args = None if model is None else read_engine_args("verify", model, options)
         results = [_verify_bytes(path) for path in files]
         if engine_args is not None:
             _verify_model(results, engine_args, chat_template, recompute)

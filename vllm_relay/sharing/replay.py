@@ -6,8 +6,9 @@ request attends to its prompt and to what it has generated, and generates one to
 modelled: the blocks that a prompt fills lie in the KV cache from the request's first step on, once
 for all that have the same prompt up to there.
 
-Nothing changes between two steps but lengths, until a request ends. So the groups are chosen once
-per batch; KV tokens are exact sums over its steps, and seconds are those of its middle.
+Nothing changes between two steps but lengths, until a request ends. So groups are chosen once per
+batch, for the middle of its steps. KV tokens and predicted times change by the same amount from
+step to step: their sums over the steps are exact.
 """
 
 from collections import Counter
@@ -17,9 +18,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_relay.sharing.search import choose
 from vllm_relay.sharing.cost import Costs, StepShape, predict, predict_stock
 from vllm_relay.sharing.forest import Forest
+from vllm_relay.sharing.search import choose
 from vllm_relay.sharing.trace import Request, Trace
 from vllm_relay.sharing.trie import Trie, build_trie
 
@@ -152,17 +153,14 @@ def replay(
     groups: dict[tuple[int, int], SharedBy] = {}
     while batch.admit():
         steps = int(batch.left.min())
-        shape = StepShape(
-            batch.trie(),
-            trace.block_tokens,
-            (batch.lens + (steps - 1) // 2).astype(np.int32),
-            np.ones(len(batch.lens), dtype=np.int32),
-        )
-        forest = choose(shape, costs, max_levels).forest
-        _count(found, batch, shape.trie, forest, steps)
+        middle = {(steps - 1) // 2, steps // 2}
+        shapes = [batch.shape(after) for after in sorted(middle)]
+        forest = choose(shapes[0], costs, max_levels).forest
+        _count(found, batch, shapes[0].trie, forest, steps)
         _remember(groups, batch, forest, steps)
-        found.seconds_stock += steps * predict_stock(shape, seconds)
-        found.seconds_relay += steps * predict(forest, shape, seconds)
+        for shape in shapes:
+            found.seconds_stock += steps / len(shapes) * predict_stock(shape, seconds)
+            found.seconds_relay += steps / len(shapes) * predict(forest, shape, seconds)
         batch.step(steps)
         if report is not None:
             report(batch.admitted - len(batch.left))
@@ -184,6 +182,7 @@ class _Batch:
         self.requests, self.block_tokens = requests, block_tokens
         self.concurrency = min(concurrency, len(requests))
         self.admitted = 0
+        self._trie: Trie | None = None  # of this batch
         times = Counter(block for request in requests for block in request.blocks)
         # Only these can be shared. An id stands for its path: no block after one of count 1 is.
         self._common = [sum(times[block] > 1 for block in r.blocks) for r in requests]
@@ -208,12 +207,17 @@ class _Batch:
             self.admitted = new.stop
         return len(self.rows) > 0
 
-    def trie(self) -> Trie:
-        computed = (self.common * self.block_tokens).astype(np.int32)
-        return build_trie(self.table, computed, self.block_tokens)
+    def shape(self, after: int) -> StepShape:
+        """The step after so many more."""
+        if self._trie is None:
+            computed = (self.common * self.block_tokens).astype(np.int32)
+            self._trie = build_trie(self.table, computed, self.block_tokens)
+        lens = (self.lens + after).astype(np.int32)
+        return StepShape(self._trie, self.block_tokens, lens, np.ones_like(lens))
 
     def step(self, steps: int) -> None:
         """Every row generates so many tokens; those that have all of theirs leave."""
+        self._trie = None
         self.lens += steps
         self.left -= steps
         stay = self.left > 0

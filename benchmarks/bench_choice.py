@@ -1,0 +1,190 @@
+"""Attention of the CPU engine with and without relay over a grid of steps: is it ever slower?
+
+    python benchmarks/bench_choice.py --save
+
+Every point is one decode step: requests in groups that share a prefix, each with tokens of its own.
+Three ways are timed in turns, in the engine's own worker with cold caches: vLLM's backend; relay's
+backend, which chooses by its cost model; and relay on every group that there is. Planning is not in
+these times: see `bench_planning.py`.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common import OFFLINE, ROOT, provenance, write_csv
+from benchmarks.random_model import write_random_model
+
+REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
+SHARED = (0, 512, 2048, 8192)
+OWN = (16, 256, 2048)
+GROUPS = (1, 4, 16)
+# What every point has to reach, and how near the better of the two the choice has to be.
+NEVER_SLOWER, NEAR_BEST = 0.98, 1.10
+# Rounding moves outputs by less; a wrong partial moves them by about as much as they are.
+AGREEMENT = 0.02
+
+
+def grid() -> list[tuple[int, ...]]:
+    """Points (requests, shared, own, query tokens, groups)."""
+    points = []
+    for requests in REQUESTS:
+        for shared in SHARED:
+            for own in OWN:
+                for groups in GROUPS if shared else GROUPS[:1]:
+                    # A group of one shares nothing. Of the large ones every second is enough.
+                    if groups == 1 or requests >= 2 * groups:
+                        points.append((requests, shared, own, 1, groups))
+    return points
+
+
+def row_of(point: tuple[int, ...], measured: dict[str, Any], heads: list[int]) -> dict[str, Any]:
+    requests, shared, own, _, groups = point
+    low, high = measured["quartiles"]
+    best = min(measured["stock_ms"], measured["always_ms"])
+    return {
+        "query_heads": heads[0],
+        "kv_heads": heads[1],
+        "head_size": heads[2],
+        "threads": measured["threads"],
+        "requests": requests,
+        "shared_tokens": shared,
+        "own_tokens": own,
+        "groups": groups,
+        "rounds": measured["rounds"],
+        "stock_ms": round(measured["stock_ms"], 4),
+        "relay_ms": round(measured["relay_ms"], 4),
+        "always_ms": round(measured["always_ms"], 4) if measured["shares"] else "",
+        "relayed": "yes" if measured["relayed"] else "no",
+        "ratio": round(measured["ratio"], 4),
+        "ratio_q1": round(low, 4),
+        "ratio_q3": round(high, 4),
+        "of_best": round(measured["relay_ms"] / best, 4),
+        "predicted_stock_ms": round(measured["predicted_stock_ms"], 4),
+        "predicted_always_ms": round(measured["predicted_always_ms"], 4),
+        "relative_difference": round(measured["relative_difference"], 6),
+        "costs": measured["costs"],
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The two bars of the grid, and how far predictions are off."""
+    near = [row["of_best"] <= NEAR_BEST for row in rows]
+    off = sorted(abs(row["predicted_stock_ms"] / row["stock_ms"] - 1) for row in rows)
+    return {
+        "points": len(rows),
+        "relayed": sum(row["relayed"] == "yes" for row in rows),
+        "lowest ratio": min(row["ratio"] for row in rows),
+        "points below 0.98": sum(row["ratio"] < NEVER_SLOWER for row in rows),
+        "within 10 % of the better": f"{sum(near) / len(near):.1%}",
+        "prediction of stock off by (median)": f"{off[len(off) // 2]:.0%}",
+    }
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Stock over relay's time at every point, by the tokens that sharing saves."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
+    for shown, color, label in (
+        ("always", "tab:orange", "relay wherever something is shared"),
+        ("relay", "tab:blue", "relay where the cost model predicts a gain"),
+    ):
+        points = [row for row in rows if row[f"{shown}_ms"] != ""]
+        saved = [
+            max((row["requests"] - row["groups"]) * row["shared_tokens"], 300) for row in points
+        ]
+        times = [row["stock_ms"] / row[f"{shown}_ms"] for row in points]
+        axes.scatter(saved, times, s=14, color=color, label=label, alpha=0.7, linewidths=0)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_yticks([0.1, 0.2, 0.5, 1, 2], ["0.1", "0.2", "0.5", "1", "2"])
+    axes.set_xlabel("KV token reads saved per step and layer (left edge: none)")
+    axes.set_ylabel("time of vLLM's own attention\nover relay's")
+    row = rows[0]
+    axes.set_title(
+        f"CPU attention, {row['query_heads']}/{row['kv_heads']} heads of {row['head_size']}, "
+        f"{row['threads']} thread(s), {len(rows)} steps",
+        fontsize="medium",
+    )
+    axes.legend(frameon=False, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--heads",
+        type=int,
+        nargs=3,
+        default=[16, 16, 128],
+        metavar=("QUERY", "KV", "SIZE"),
+        help="query heads, KV heads and head size of the model",
+    )
+    parser.add_argument("--points", type=int, help="measure so many, evenly from the grid")
+    parser.add_argument("--kv-gib", type=int, default=9, help="KV cache of the engine")
+    parser.add_argument(
+        "--save", action="store_true", help="write a CSV and a PNG to benchmarks/results"
+    )
+    args = parser.parse_args()
+    console = Console()
+    # The worker imports this folder's modules by name.
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ.update(OFFLINE | {"PYTHONPATH": os.pathsep.join(paths)})
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(args.kv_gib)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm import LLM
+
+    points = grid()
+    if args.points:
+        points = points[:: max(1, len(points) // args.points)][: args.points]
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_random_model(Path(folder), *args.heads)
+        llm = LLM(
+            str(model),
+            attention_backend="relay",
+            worker_extension_cls="benchmarks.choice_worker.GridWorker",
+            hf_overrides={"num_hidden_layers": 2},
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=max(SHARED) + max(OWN),
+        )
+        rows = []
+        for point in track(points, "timing", console=console, transient=True):
+            measured = llm.collective_rpc("measure_choice", args=(point,))[0]
+            if measured is not None:
+                rows.append(row_of(point, measured, args.heads))
+    wrong = [row for row in rows if not row["relative_difference"] <= AGREEMENT]
+    if wrong or not rows:
+        console.print(f"[red]outputs differ, no speed is reported:[/] {wrong[:3]}")
+        return 1
+    table = Table(title="Attention of a decode step, vLLM's time over relay's", show_header=False)
+    for name, value in summary(rows).items():
+        table.add_row(name, str(value))
+    console.print(table)
+    if args.save:
+        path = write_csv(ROOT / "benchmarks" / "results" / "choice.csv", rows, provenance())
+        plot(rows, path.with_suffix(".png"))
+        console.print(f"wrote {path.relative_to(ROOT)} and its plot")
+    below = [row for row in rows if row["ratio"] < NEVER_SLOWER]
+    near = sum(row["of_best"] <= NEAR_BEST for row in rows)
+    return 1 if below or near < 0.95 * len(rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""``vllm-relay calibrate``: measure what this machine's attention costs."""
+
+import json
+import os
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from vllm_relay.cli.console import PLAIN, JsonFlag, err, one_line_errors, out
+from vllm_relay.cli.engine import read_engine_args
+
+if TYPE_CHECKING:
+    from vllm_relay.sharing.device import Constants
+
+# What the engine keeps KV in while it is measured, in GiB: the largest step must fit.
+KV_SPACE = "4"
+
+
+def calibrate(
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Option("--model", help="As for vllm serve; weights are not read.")
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(metavar="HEADS/KV_HEADS/SIZE", help="Instead of a model: 32/8/128, say."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="Default: where the backend looks for it."),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Measure attention on this machine, so that relay knows when it pays.
+
+    Starts the engine with the model's layers, times its kernels for half a minute, and keeps the
+    constants per device, threads and head shape. Any other option is vLLM's own: give those that
+    you serve with. CPU engines only.
+    """
+    from vllm_relay.sharing.device import Constants, save, user_file
+
+    with one_line_errors(), ExitStack() as stack:
+        if (model is None) == (shape is None):
+            raise ValueError("give --model or --shape")
+        path = user_file() if output is None else output
+        if shape is not None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-relay-"))
+            model = _write_config(Path(folder), shape)
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", KV_SPACE)
+        measured = _measure(read_engine_args("calibrate", str(model), context.args))
+        found = Constants.from_mapping(measured["constants"])
+        save([found], path)
+    if as_json:
+        out.print_json(data=measured | {"path": str(path)})
+        return
+    Console(**PLAIN).print(_table(found, measured["errors"]))
+    out.print(f"kept in {path}")
+
+
+def _write_config(folder: Path, shape: str) -> str:
+    """A model of two layers with these heads, without weights."""
+    parts = shape.split("/")
+    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"--shape: expected HEADS/KV_HEADS/SIZE, got {shape!r}")
+    heads, kv_heads, size = map(int, parts)
+    if heads % kv_heads:
+        raise ValueError(f"--shape: {heads} heads are no multiple of {kv_heads} KV heads")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 256,
+        "hidden_size": heads * size,
+        "intermediate_size": 2 * size,
+        "num_hidden_layers": 4,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": size,
+        "max_position_embeddings": 8192,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def _measure(arguments: Any) -> dict[str, Any]:
+    from vllm import LLM
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        raise ValueError(
+            "calibrate measures CPU engines; on GPUs relay goes by the memory bandwidth that the "
+            "device reports"
+        )
+    arguments.load_format = "dummy"
+    arguments.skip_tokenizer_init = True
+    arguments.enforce_eager = True
+    arguments.attention_backend = "relay"
+    arguments.additional_config = {"relay": {"min_saved_tokens": 0}}
+    arguments.worker_extension_cls = "vllm_relay.backend.calibrate.Calibrator"
+    err.print("vllm-relay: starting the engine")
+    llm = LLM.from_engine_args(arguments)
+    err.print("vllm-relay: timing its attention")
+    measured: dict[str, Any] = llm.collective_rpc("measure_attention")[0]
+    return measured
+
+
+def _table(found: "Constants", errors: dict[str, float]) -> Table:
+    table = Table(
+        title=f"{found.device}, {found.threads} threads, {found.heads}/{found.kv_heads} heads of "
+        f"{found.head_size}, {found.dtype}",
+        title_justify="left",
+    )
+    columns = ("", "call", "first reads", "repeated reads", "arithmetic", "off by")
+    for name in columns:
+        table.add_column(name, justify="right" if name else "left")
+    for title, name in (
+        ("vLLM's own", "stock"), ("context", "context"), ("system", "system")
+    ):  # fmt: skip
+        kernel = getattr(found, name)
+        table.add_row(
+            title,
+            f"{kernel.call * 1e6:,.0f} µs",
+            _rate(kernel.first, "GB/s"),
+            _rate(kernel.read, "GB/s"),
+            _rate(kernel.pair, "GFLOP/s"),
+            f"{errors[name]:.0%}",
+        )
+    table.caption = (
+        f"fusion {_rate(found.fusion, 'GB/s')}; a relayed step {found.step * 1e6:,.0f} µs and "
+        f"{found.level * 1e6:,.0f} µs per level; copies {_rate(found.copy, 'GB/s')}; whole steps "
+        f"off by {errors['whole']:.0%} (medians)"
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _rate(seconds: float, unit: str) -> str:
+    return f"{1e-9 / seconds:,.1f} {unit}" if seconds else "–"
