@@ -1,6 +1,8 @@
 PYTHON ?= python3
 VENV := .venv
 VENV_OLD := .venv-0.27.1
+# Test processes side by side; each starts engines of its own, on a core of its own.
+JOBS ?= 2
 # What must hold on every engine version.
 ENGINE_TESTS := tests/test_plugin.py tests/backend tests/e2e/test_parity.py tests/e2e/test_system_kv.py
 
@@ -27,12 +29,12 @@ demo: env model  ## serve the model stock and with relay, compare answers and sp
 	$(VENV)/bin/python benchmarks/demo.py
 
 test: env model sources  ## all tests
-	$(VENV)/bin/python -m pytest tests
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile tests
 
 test-engines: env model  ## parity with the oldest and the newest CPU engine, each in its own environment
 	@$(PYTHON) tools/setup_env.py --engine 0.27.1 --venv $(VENV_OLD)
-	$(VENV_OLD)/bin/python -m pytest $(ENGINE_TESTS)
-	$(VENV)/bin/python -m pytest $(ENGINE_TESTS)
+	$(VENV_OLD)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ENGINE_TESTS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ENGINE_TESTS)
 
 check: env  ## lint, formatting, types, import rules
 	$(VENV)/bin/ruff check

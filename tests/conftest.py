@@ -7,6 +7,12 @@ import pytest
 # Before anything imports vLLM or huggingface_hub: both read these at import.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# With several test processes: engines pin themselves to cores, all to the same ones unless told.
+_worker = os.environ.get("PYTEST_XDIST_WORKER")
+if _worker:
+    _cores = sorted(os.sched_getaffinity(0))
+    _core = _cores[int(_worker.removeprefix("gw")) % len(_cores)]
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(_core))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,8 +3,10 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from tests.sharing.traces import conversations, row, tree, write
 from vllm_relay.cli import app
-from vllm_relay.sharing.device import Constants, Kernel, cpu_name, save
+from vllm_relay.sharing.device import Constants, Kernel, cpu_name, find_costs, save
 
 ROOT = Path(__file__).parents[1]
 KEYS = [
@@ -112,6 +114,17 @@ def test_costs_decide() -> None:
     assert found["saved"] > 0 and found["predicted_speedup"] < 1
 
 
+def test_groups_have_to_pay_by_more_than_the_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("trace.jsonl", "--concurrency", "8")
+    assert data(*options)["levels_used"] > 0
+    speedup = data(*options, "--objective", "reads")["predicted_speedup"]
+    doubtful = replace(find_costs(32, 8, 128), margin=100.0)
+    monkeypatch.setattr("vllm_relay.sharing.device.find_costs", lambda *args, **more: doubtful)
+    assert data(*options)["levels_used"] == 0
+    # predictions are without it
+    assert data(*options, "--objective", "reads")["predicted_speedup"] == speedup
+
+
 def test_heads_come_from_a_model() -> None:
     Path("model").mkdir()
     config = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
@@ -161,8 +174,8 @@ def test_a_prompt_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"prompt": "[red]You are\nhelpful. " * 4 + name, "max_tokens": 2} for name in "ab"]
     write(Path("prompts.jsonl"), rows)
     shown = cli("prompts.jsonl", "--objective", "reads").stdout
-    assert "line 1: [red]You are" in shown and "16 tokens per block" in shown
-    assert " tokens   from token   level   requests   steps   saved " in shown
+    assert "line 1: [red]You a" in shown and "16 tokens per block" in shown
+    assert re.search("tokens +from token +level +requests +steps +saved +first request", shown)
 
 
 # Plots

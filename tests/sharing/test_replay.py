@@ -191,6 +191,9 @@ def test_alone_nothing_is_shared(tmp_path: Path) -> None:
 def test_samples_of_one_prompt_share_all_its_blocks_from_the_first_step(tmp_path: Path) -> None:
     found = run(log(tmp_path, [row(24, 1, [1, 2, 3])] * 4), 4)
     assert (found.kv_tokens_stock, found.kv_tokens_relay, found.kv_tokens_once) == (96, 24, 24)
+    found = run(log(tmp_path, [row(24, 7, [1, 2, 3])] * 3 + [row(24, 5, [1, 2, 3])]), 4)
+    (group,) = found.groups  # of four for 5 steps, of three for 2
+    assert (group.steps, group.members, group.saved) == (7, 4, (5 * 3 + 2 * 2) * 24)
 
 
 def test_requests_without_an_answer_take_no_step(tmp_path: Path) -> None:

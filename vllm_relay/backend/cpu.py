@@ -25,7 +25,7 @@ from vllm_relay.backend.cpu_impl import RelayImpl, RelayMetadata
 from vllm_relay.backend.metadata import GroupStep, RelayStep
 from vllm_relay.config import RelayConfig, only_system_kv
 from vllm_relay.sharing import Costs, Forest, Group, Planner, RelayPlan, Segment, make_plan, reads
-from vllm_relay.sharing.device import cpu_name, find_costs
+from vllm_relay.sharing.device import SHIPPED, cpu_name, find_costs
 
 LEVELS = 3
 
@@ -122,14 +122,19 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         impl = next((impl for impl in impls if impl.refusal is None), None)
         if least is not None or impl is None:
             return reads(least or 0)
-        found = find_costs(
-            impl.num_heads,
-            impl.num_kv_heads,
-            impl.head_size,
-            device=cpu_name(self.isa),
-            dtype=str(self.dtype).removeprefix("torch."),
-            threads=torch.get_num_threads(),
-        )
+        shape = {
+            "heads": impl.num_heads,
+            "kv_heads": impl.num_kv_heads,
+            "head_size": impl.head_size,
+            "device": cpu_name(self.isa),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+        }
+        try:
+            found = find_costs(**shape)
+        except ValueError as error:
+            metrics.say_once(f"{error}; costs shipped with vllm-relay are used")
+            found = find_costs(**shape, files=[SHIPPED])
         if found.guessed:
             metrics.say_once(f"{found.source}; `vllm-relay calibrate` measures it")
         return found.costs.with_margin(found.margin)

@@ -158,12 +158,12 @@ def predict(forest: Forest, shape: StepShape, costs: Costs) -> float:
             end[rows] = group.segment.end * size
             partials[rows] += 1
             held[rows] = size * shape.trie.share(int(node_of[rows[0]]), group.segment.end)
-    rows = np.flatnonzero(partials)
-    q, lens, left = queries[rows], shape.seq_lens[rows], shape.seq_lens[rows] - end[rows]
-    first = shape.shares()[rows]
+    grouped = np.flatnonzero(partials)
+    q, lens = queries[grouped], shape.seq_lens[grouped]
+    left, first = lens - end[grouped], shape.shares()[grouped]
     total -= stock.token * q.sum() + stock.first * first.sum()
     total -= stock.read * lens.sum() + stock.pair * (q @ lens)
-    total += context.token * q.sum() + context.first * (first - held[rows]).sum()
+    total += context.token * q.sum() + context.first * (first - held[grouped]).sum()
     total += context.read * left.sum() + context.pair * (q @ left)
-    total += costs.fusion * (q @ (partials[rows] + 1))
+    total += costs.fusion * (q @ (partials[grouped] + 1))
     return float(total)

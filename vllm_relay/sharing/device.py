@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -138,11 +138,13 @@ def find_costs(
     device: str | None = None,
     dtype: str = "bfloat16",
     threads: int | None = None,
+    files: Sequence[Path] | None = None,
 ) -> Found:
-    """The best known costs of a head shape: the user's file first, then the package's.
+    """The best known costs of a head shape.
 
     Args:
         device: as `cpu_name` makes it; this machine where None. threads: any where None.
+        files: where to look; of equals the first is taken. The user's, then the package's.
 
     Raises:
         ValueError: an unknown dtype, or a file that cannot be read; names it.
@@ -151,11 +153,12 @@ def find_costs(
         raise ValueError(f"dtype: expected one of {', '.join(_BYTES)}, got {dtype!r}")
     wanted = (heads, kv_heads, head_size)
     name = cpu_name() if device is None else device
-    known = [(entry, path) for path in (user_file(), SHIPPED) for entry in load(path)]
+    paths = (user_file(), SHIPPED) if files is None else files
+    known = [(entry, path) for path in paths for entry in load(path)]
 
-    def distance(item: tuple[Constants, Path]) -> tuple[bool, bool, float, bool]:
-        """Nearest first: the device, its threads, the shape (which counts for less), the file."""
-        entry, path = item
+    def distance(item: tuple[Constants, Path]) -> tuple[bool, bool, float]:
+        """Nearest first: the device, then its threads, then the shape."""
+        entry, _ = item
         theirs = (entry.heads, entry.kv_heads, entry.head_size)
         ratios = (max(a, b) / min(a, b) for a, b in zip(wanted, theirs, strict=True))
         off = sum(ratio - 1 for ratio in ratios) + (entry.dtype != dtype)
@@ -163,11 +166,10 @@ def find_costs(
             not _same_device(entry.device, name),
             threads is not None and entry.threads != threads,
             off,
-            path == SHIPPED,
         )
 
     entry, path = min(known, key=distance)
-    other, _, off, _ = distance((entry, path))
+    other, _, off = distance((entry, path))
     where = "shipped with vllm-relay" if path == SHIPPED else str(path)
     shape = f"{entry.heads}/{entry.kv_heads} heads of {entry.head_size}"
     source = f"costs of {entry.device}, {entry.threads} threads, {shape} ({where})"

@@ -1,0 +1,166 @@
+"""What planning costs: per step of a real engine, and by itself as batches grow.
+
+    python benchmarks/bench_planning.py --save
+
+First the planner alone, on block tables of growing size. Then an engine with ``--requests`` decodes
+below a tree of prefixes, with a clock around the plan of every step and around the step.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common import OFFLINE, ROOT, provenance, write_csv
+from benchmarks.random_model import VOCABULARY, write_random_model
+from vllm_relay.sharing import Planner, make_plan, reads
+
+# Rows and columns of the tables of the first part; two prompts, each over half of the columns.
+SIZES = [(64, 64), (256, 64), (1024, 64), (256, 256), (256, 512), (1024, 512)]
+DOCUMENTS = 8
+BLOCK = 16
+
+
+def tree(rows: int, columns: int) -> np.ndarray:
+    """Block tables below two prompts with `DOCUMENTS` documents each, own blocks at the end."""
+    ids = iter(range(1, 1 << 30))
+    half, own = columns // 2, max(1, columns // 16)
+
+    def take(count: int) -> list[int]:
+        return [next(ids) for _ in range(count)]
+
+    prompts = [take(half) for _ in range(2)]
+    documents = [prompts[d % 2] + take(columns - half - own) for d in range(2 * DOCUMENTS)]
+    order = np.random.default_rng(0).integers(2 * DOCUMENTS, size=rows)
+    return np.array([documents[d] + take(own) for d in order], dtype=np.int32)
+
+
+def time_planner(rows: int, columns: int, repeats: int = 9) -> dict[str, Any]:
+    """Milliseconds to plan a new batch, and one whose blocks are those of the last step."""
+    table = tree(rows, columns)
+    lens = np.full(rows, columns * BLOCK, dtype=np.int32)
+    queries = np.ones(rows, dtype=np.int32)
+    new, kept = [], []
+    for _ in range(repeats):
+        planner = Planner(BLOCK, reads(), 3)
+        for times in (new, kept):
+            begun = time.perf_counter()
+            choice = planner.plan(table, lens, queries)
+            make_plan(choice.forest, table, lens)
+            times.append(time.perf_counter() - begun)
+    return {
+        "part": "planner",
+        "requests": rows,
+        "blocks": columns,
+        "new_ms": round(1e3 * statistics.median(new), 4),
+        "kept_ms": round(1e3 * statistics.median(kept), 4),
+        "ns_per_block": round(1e9 * statistics.median(new) / (rows * columns), 2),
+    }
+
+
+def prompts(requests: int, shared: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Requests below two prompts of half of the shared tokens and documents of the other half."""
+    rng = np.random.default_rng(1)
+
+    def take(count: int) -> list[int]:
+        return rng.integers(3, VOCABULARY, count).tolist()
+
+    systems = [take(shared // 2) for _ in range(2)]
+    documents = [systems[d % 2] + take(shared - shared // 2) for d in range(4)]
+    return documents, [documents[i % 4] + take(8) for i in range(requests)]
+
+
+def time_engine(llm: Any, requests: int, shared: int, steps: int) -> list[dict[str, Any]]:
+    from vllm import SamplingParams
+
+    def run(batch: list[list[int]], tokens: int) -> None:
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
+        given = [{"prompt_token_ids": prompt} for prompt in batch]
+        llm.generate(given, params, use_tqdm=False)  # type: ignore[arg-type]
+
+    documents, batch = prompts(requests, shared)
+    run(documents, 1)
+    llm.collective_rpc("time_plans")
+    run(batch, steps)
+    plans, taken = llm.collective_rpc("timed_plans")[0]
+    full = [i for i, (rows, _, relayed) in enumerate(plans) if rows == requests and relayed]
+    # The first ones make copies and find the tree.
+    plan_s = [plans[i][1] for i in full[2:]]
+    step_s = [taken[i] for i in full[2:]]
+    return [
+        {
+            "part": "engine",
+            "requests": requests,
+            "shared_tokens": shared,
+            "steps": len(plan_s),
+            "plan_ms": round(1e3 * statistics.median(plan_s), 4),
+            "plan_mean_ms": round(1e3 * statistics.mean(plan_s), 4),
+            "step_ms": round(1e3 * statistics.median(step_s), 2),
+            "share": round(sum(plan_s) / sum(step_s), 5),
+        }
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--shared", type=int, default=8192, help="tokens that requests share")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument(
+        "--heads", type=int, nargs=3, default=[16, 16, 128], metavar=("QUERY", "KV", "SIZE")
+    )
+    parser.add_argument("--save", action="store_true", help="write a CSV to benchmarks/results")
+    args = parser.parse_args()
+    console = Console()
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ.update(OFFLINE | {"PYTHONPATH": os.pathsep.join(paths)})
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "6")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    rows = [time_planner(*size) for size in SIZES]
+    from vllm import LLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_random_model(Path(folder), *args.heads)
+        llm = LLM(
+            str(model),
+            attention_backend="relay",
+            # every step is to be relayed: the dearest plans
+            additional_config={"relay": {"min_saved_tokens": 0, "max_copy_gib": 4}},
+            worker_extension_cls="benchmarks.planning_worker.PlanningWorker",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=args.shared + 8 + args.steps,
+            max_num_seqs=args.requests,
+        )
+        rows += time_engine(llm, args.requests, args.shared, args.steps)
+    table = Table(title="Planning by itself")
+    for name in ("requests", "blocks", "new batch, ms", "kept, ms", "ns per block"):
+        table.add_column(name, justify="right")
+    for row in rows[:-1]:
+        table.add_row(*(f"{row[k]:,}" for k in list(row)[1:]))
+    console.print(table)
+    engine = rows[-1]
+    console.print(
+        f"{engine['requests']} requests, {engine['shared_tokens']:,} shared tokens: a plan takes "
+        f"{engine['plan_ms']:.2f} ms (mean {engine['plan_mean_ms']:.2f}) of a step's "
+        f"{engine['step_ms']:,.0f} ms: {engine['share']:.2%}",
+        highlight=False,
+    )
+    if args.save:
+        path = write_csv(ROOT / "benchmarks" / "results" / "planning.csv", rows, provenance())
+        console.print(f"wrote {path.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
