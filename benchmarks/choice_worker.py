@@ -12,7 +12,7 @@ from vllm_relay.sharing import Planner, predict, reads
 from vllm_relay.sharing.device import cpu_name, find_costs
 
 # Seconds of measuring per call and point, and the fewest rounds.
-BUDGET, FEWEST = 1.2, 11
+BUDGET, FEWEST = 0.8, 11
 
 
 class GridWorker:

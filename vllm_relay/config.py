@@ -78,7 +78,7 @@ class RelayConfig:
             saves most, as dense KV instead of block by block, with one more attention call per
             layer. None: where system KVs are pinned, whose blocks mostly do.
         max_copy_gib: CPU only. Upper bound, in GiB per worker and KV cache group, of the row-major
-            copies of shared segments; a group that does not fit stays on vLLM's own path.
+            copies of shared segments; longer segments are cut to it, where that still pays.
         system_kv: files with offline system KVs: a path, a list of paths, or the settings of
             `SystemKVConfig`.
     """

@@ -68,6 +68,8 @@ def make_bench(
         _costs=reads(),
         _planner=Planner(BLOCK, reads(), 3),
         _forgone=0.0,
+        _impls=[impl],
+        _relayed=False,
         _active=True,
     )
     builder._twice_the_heads = copy.copy(builder)

@@ -70,7 +70,8 @@ def test_segments_are_found_by_column_inside_of_longer_copies() -> None:
     outer, _ = copies.get(_ids(1, 2, 3, 4), 0) or pytest.fail("no copy")
     assert copies.get(_ids(3, 4), 2) == (outer, slice(2, 4))
     assert copies.get(_ids(2), 1) == (outer, slice(1, 2))
-    assert copies.missing(_ids(3, 4, 5), 2) == 1 and copies.missing(_ids(9, 4), 2) == 2
+    assert copies.to_make(_ids(3, 4), 2) == 0
+    assert copies.to_make(_ids(3, 4, 5), 2) == 3 and copies.to_make(_ids(9, 4), 2) == 2
     assert copies.get(_ids(9, 4), 2, make=False) is None and len(copies) == 1
     # the same ids in other columns are other tokens
     inner, blocks = copies.get(_ids(3, 4), 5) or pytest.fail("no copy")

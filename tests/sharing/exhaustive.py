@@ -19,7 +19,8 @@ def common(a: list[int], b: list[int]) -> int:
 def kernel(costs: KernelCosts, queries: int, tokens: int, first: float) -> float:
     """Time of one row in a kernel, its call left out."""
     per_token = costs.read + costs.pair * queries
-    return costs.token * queries + costs.first * first + per_token * tokens
+    far = costs.far * max(tokens - costs.near, 0)
+    return costs.token * queries + costs.first * first + per_token * tokens + far
 
 
 def best_time(rows: list[Row], block_size: int, costs: Costs, max_levels: int) -> float:

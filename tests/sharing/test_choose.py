@@ -51,9 +51,8 @@ def random_rows(rng: random.Random, most: int) -> list[Row]:
 
 
 def random_kernel(rng: random.Random, call: float) -> KernelCosts:
-    return KernelCosts(
-        call * rng.random(), rng.random(), 2 * rng.random(), rng.random(), rng.random() / 2
-    )
+    seconds = [call, 1.0, 2.0, 1.0, 0.5, 0.3]
+    return KernelCosts(*(limit * rng.random() for limit in seconds), near=60.0)
 
 
 def random_costs(rng: random.Random) -> Costs:
@@ -64,8 +63,8 @@ def random_costs(rng: random.Random) -> Costs:
     stock, more = random_kernel(rng, 8), random_kernel(rng, 8).times(rng.random())
     return Costs(
         stock=stock,
-        context=KernelCosts(*map(add, astuple(stock), astuple(more))),
-        system=replace(random_kernel(rng, 20), read=0.0),
+        context=KernelCosts(*map(add, astuple(stock)[:-1], astuple(more)[:-1]), near=60.0),
+        system=replace(random_kernel(rng, 20), read=0.0, far=0.0),
         fusion=rng.random() / 2,
         step=10 * rng.random(),
         level=10 * rng.random(),

@@ -20,8 +20,10 @@ from vllm_relay.sharing import (
 BLOCK_SIZE = 16
 # Primes, so that a term that is missing or counted twice shows.
 COSTS = Costs(
-    stock=KernelCosts(call=2.0, token=3.0, first=5.0, read=7.0, pair=11.0),
-    context=KernelCosts(call=13.0, token=17.0, first=19.0, read=23.0, pair=29.0),
+    stock=KernelCosts(call=2.0, token=3.0, first=5.0, read=7.0, pair=11.0, far=61.0, near=45.0),
+    context=KernelCosts(
+        call=13.0, token=17.0, first=19.0, read=23.0, pair=29.0, far=67.0, near=20.0
+    ),
     system=KernelCosts(call=31.0, token=37.0, first=41.0, pair=43.0),
     fusion=47.0,
     step=53.0,
@@ -55,8 +57,9 @@ def test_a_step_is_counted_once_and_as_vllm_reads_it() -> None:
 
 
 def test_predicted_time_of_vllms_own_attention() -> None:
-    pairs = 60 + 2 * 50 + 40
-    assert predict_stock(THREE, COSTS) == pytest.approx(2 + 3 * 4 + 5 * 70 + 7 * 150 + 11 * pairs)
+    pairs, far = 60 + 2 * 50 + 40, 15 + 5
+    expected = 2 + 3 * 4 + 5 * 70 + 7 * 150 + 61 * far + 11 * pairs
+    assert predict_stock(THREE, COSTS) == pytest.approx(expected)
     assert predict(Forest((), 3, BLOCK_SIZE), THREE, COSTS) == predict_stock(THREE, COSTS)
 
 
@@ -75,6 +78,7 @@ def test_a_prefix_in_no_group_is_shared_out_to_those_who_read_it() -> None:
     forest = Forest(((group(0, 2, 0, 1),),), 3, BLOCK_SIZE)
     system = 31 + 41 * 32 + (37 + 43 * 32) * 3
     context = 13 + 17 * 3 + 19 * (8 + 12 + 8 + 2) + 23 * (28 + 18) + 29 * (28 + 2 * 18)
+    context += 67 * (28 - 20)
     alone = 3 + 5 * (32 / 3 + 8) + 7 * 40 + 11 * 40
     expected = 2 + alone + system + context + 47 * 2 * 3 + 53 + 59
     assert predict(forest, THREE, COSTS) == pytest.approx(expected)

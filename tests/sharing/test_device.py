@@ -17,9 +17,10 @@ HERE = Constants(
     kv_heads=2,
     head_size=64,
     dtype="bfloat16",
-    stock=Kernel(call=1e-6, token=2e-12, first=3e-11, read=4e-12, pair=5e-12),
-    context=Kernel(call=2e-6, token=3e-12, first=4e-11, read=5e-12, pair=6e-12),
-    system=Kernel(call=3e-6, token=4e-12, first=5e-11, read=0.0, pair=1e-12),
+    cache=1 << 20,
+    stock=Kernel(call=1e-6, token=2e-12, first=3e-11, read=4e-12, far=6e-12, pair=5e-12),
+    context=Kernel(call=2e-6, token=3e-12, first=4e-11, read=5e-12, far=6e-12, pair=6e-12),
+    system=Kernel(call=3e-6, token=4e-12, first=5e-11, read=0.0, far=0.0, pair=1e-12),
     fusion=1e-10,
     step=1e-5,
     level=2e-6,
@@ -49,6 +50,8 @@ def test_constants_become_costs_by_bytes_and_operations() -> None:
     assert costs.system.pair == pytest.approx(1e-12 * flops)
     assert costs.fusion == pytest.approx(1e-10 * query_bytes)
     assert costs.copy == pytest.approx(2e-10 * kv_bytes)
+    assert costs.stock.far == pytest.approx(6e-12 * kv_bytes)
+    assert costs.stock.near == (1 << 20) / (2 * 64 * 2)
     twice = HERE.costs(16, 4, 64, "float32")
     assert twice.stock.first == pytest.approx(4 * costs.stock.first)
     assert twice.stock.pair == pytest.approx(2 * costs.stock.pair)
@@ -87,7 +90,7 @@ def test_what_is_shipped_can_be_read_and_is_of_real_machines() -> None:
         assert entry.measured and "(" in entry.device
         costs = entry.costs(entry.heads, entry.kv_heads, entry.head_size, entry.dtype)
         # what the search goes by: context attention is vLLM's kernel, and more
-        for name in ("call", "token", "first", "read", "pair"):
+        for name in ("call", "token", "first", "read", "far", "pair"):
             assert getattr(costs.context, name) >= getattr(costs.stock, name)
         assert costs.stock.first > 0 and costs.stock.pair + costs.stock.read > 0
 

@@ -16,8 +16,8 @@ from vllm_relay import __version__
 from vllm_relay.backend.probe import Probe, Shape
 from vllm_relay.ops import system_attention
 from vllm_relay.ops.cpu.fusion import fuse_into
-from vllm_relay.sharing import predict, predict_stock, reads
-from vllm_relay.sharing.device import Constants, Kernel, cpu_name
+from vllm_relay.sharing import predict, reads
+from vllm_relay.sharing.device import Constants, Kernel, cache_bytes, cpu_name
 from vllm_relay.sharing.search import Planner
 
 # Rows alone, decoding: they read memory. Then rows that share what caches hold; then several query
@@ -27,6 +27,7 @@ ALONE += [Shape(*x, groups=0) for x in ((8, 0, 2048), (32, 0, 16), (32, 0, 512),
 SHARING = [Shape(*x) for x in ((8, 512, 16), (8, 4096, 16), (32, 512, 16), (32, 2048, 16))]
 SHARING += [Shape(*x) for x in ((64, 2048, 128), (32, 8192, 128), (128, 1024, 64))]
 SHARING += [Shape(32, 2048, 128, groups=8), Shape(16, 2048, 512, groups=4)]
+SHARING += [Shape(*x) for x in ((8, 8192, 16), (16, 8192, 128), (64, 8192, 16))]
 SEVERAL = [Shape(4, 0, 1024, 8, 0), Shape(16, 0, 512, 4, 0), Shape(2, 0, 2048, 64, 0)]
 SEVERAL += [Shape(8, 1024, 64, 4), Shape(1, 0, 1024, 256, 0)]
 # (queries, KV tokens) of a group
@@ -54,20 +55,22 @@ def _measure(probe: Probe) -> Measurement:
     query = impl.num_heads * impl.head_size * dtype.itemsize
     kv = 2 * impl.num_kv_heads * impl.head_size * dtype.itemsize
     flops = 4 * impl.num_heads * impl.head_size
-    units = np.array([1.0, query, kv, kv, flops])
+    units = np.array([1.0, query, kv, kv, kv, flops])
+    cache = cache_bytes()
+    near = cache / (2 * impl.head_size * dtype.itemsize)
 
     steps = [shape for shape in (*ALONE, *SHARING, *SEVERAL) if probe.fits(shape)]
     times = [probe.seconds(probe.stock(probe.step(shape))) for shape in steps]
     errors = {}
-    stock, errors["stock"] = fit([_work(shape) for shape in steps] * units, times)
+    stock, errors["stock"] = fit([_work(shape, near) for shape in steps] * units, times)
 
     steps = [shape for shape in (*ALONE, *SEVERAL) if probe.fits(shape)]
     times = [probe.seconds(_context(probe, shape)) for shape in steps]
-    context, errors["context"] = fit([_work(shape) for shape in steps] * units, times)
+    context, errors["context"] = fit([_work(shape, near) for shape in steps] * units, times)
 
     work, times = [], []
     for queries, tokens in SEGMENTS:
-        work.append([1, queries, tokens, 0, queries * tokens])
+        work.append([1, queries, tokens, 0, 0, queries * tokens])
         times.append(probe.seconds(_system(probe, queries, tokens, dtype)))
     system, errors["system"] = fit(work * units, times)
 
@@ -83,6 +86,7 @@ def _measure(probe: Probe) -> Measurement:
         kv_heads=impl.num_kv_heads,
         head_size=impl.head_size,
         dtype=str(dtype).removeprefix("torch."),
+        cache=cache,
         stock=Kernel(*stock),
         context=_not_faster(Kernel(*context), Kernel(*stock)),
         system=Kernel(*system),
@@ -96,11 +100,12 @@ def _measure(probe: Probe) -> Measurement:
     return {"constants": asdict(found) | {"step": step}, "errors": errors}
 
 
-def _work(shape: Shape) -> list[float]:
-    """Calls, query tokens, KV tokens read first, (row, KV) pairs, (query, KV) pairs of a step."""
-    tokens = shape.rows * (shape.shared + shape.own)
+def _work(shape: Shape, near: float) -> list[float]:
+    """What a step multiplies the constants of `Kernel` with, but for the units."""
+    each = shape.shared + shape.own
+    tokens, far = shape.rows * each, shape.rows * max(each - near, 0)
     first = shape.rows * shape.own + shape.groups * shape.shared
-    return [1, shape.rows * shape.queries, first, tokens, shape.queries * tokens]
+    return [1, shape.rows * shape.queries, first, tokens, far, shape.queries * tokens]
 
 
 def fit(work: Any, times: Iterable[float]) -> tuple[tuple[float, ...], float]:
@@ -204,9 +209,7 @@ def _rest(probe: Probe, found: Constants) -> tuple[float, float]:
         taken.append(probe.seconds(call))
         planner = Planner(probe.block, reads(), 1)
         queries = np.full(shape.rows, shape.queries, dtype=np.int32)
-        choice = planner.plan(
-            common.block_table_tensor.numpy(), common.seq_lens.numpy(), queries
-        )
+        choice = planner.plan(common.block_table_tensor.numpy(), common.seq_lens.numpy(), queries)
         # No row is left to vLLM's own kernel.
         predicted.append(predict(choice.forest, choice.shape, costs) - costs.stock.call)
     rest = np.array(taken) - np.array(predicted)

@@ -100,11 +100,19 @@ class SegmentCopies:
             copy.block_ids = ids[: written.argmax() if written.any() else held]
         self._copies = [copy for copy in self._copies if len(copy.block_ids)]
 
-    def missing(self, block_ids: np.ndarray, start: int) -> int:
-        """How many of these blocks `get` would copy."""
-        found = self._find(block_ids, start)
+    def to_make(
+        self, block_ids: np.ndarray, start: int, in_use: Collection[SegmentCopy] = ()
+    ) -> int:
+        """How many blocks `get` would copy: a longer copy is made anew."""
+        found = self.find(block_ids, start)
         have = 0 if found is None else found[1].stop - found[1].start
-        return len(block_ids) - have
+        return self._fitting(block_ids, have, in_use)
+
+    def _fitting(self, block_ids: np.ndarray, have: int, in_use: Collection[SegmentCopy]) -> int:
+        """Blocks that a new copy would hold; 0 where it would hold no more than there is."""
+        room = self._max_bytes - sum(c.nbytes for c in self._copies if c in in_use)
+        count = min(len(block_ids), room // self._bytes_per_block)
+        return count if count > have else 0
 
     def get(
         self,
@@ -124,17 +132,14 @@ class SegmentCopies:
             A copy and which of its blocks are the leading ones of those asked for; None for not
             one.
         """
-        found = self._find(block_ids, start)
+        found = self.find(block_ids, start)
         have = 0 if found is None else found[1].stop - found[1].start
-        if have == len(block_ids) or not make:
+        count = self._fitting(block_ids, have, in_use) if make else 0
+        if not count:
             return found
         kept = [c for c in self._copies if c in in_use]
-        room = (self._max_bytes - sum(c.nbytes for c in kept)) // self._bytes_per_block
-        count = min(len(block_ids), room)
-        if count <= have:
-            return found
-        # Copies that no group of this step uses make room, oldest first, and at once when the new
-        # one holds what they hold.
+        # Copies that are not in use make room, oldest first, and at once when the new one holds
+        # what they hold.
         new = SegmentCopy(block_ids[:count].copy(), start, count * self._bytes_per_block)
         spare = [c for c in self._copies if c not in in_use and not _holds(new, c)]
         while spare and sum(c.nbytes for c in (*kept, *spare, new)) > self._max_bytes:
@@ -142,7 +147,7 @@ class SegmentCopies:
         self._copies = [*(c for c in self._copies if c in kept or c in spare), new]
         return new, slice(0, count)
 
-    def _find(self, block_ids: np.ndarray, start: int) -> tuple[SegmentCopy, slice] | None:
+    def find(self, block_ids: np.ndarray, start: int) -> tuple[SegmentCopy, slice] | None:
         """The copy that holds most of the leading blocks, and where."""
         best, have = None, 0
         for copy in self._copies:

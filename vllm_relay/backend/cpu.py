@@ -24,10 +24,23 @@ from vllm_relay.backend.copies import SegmentCopies, SegmentCopy, written_blocks
 from vllm_relay.backend.cpu_impl import RelayImpl, RelayMetadata
 from vllm_relay.backend.metadata import GroupStep, RelayStep
 from vllm_relay.config import RelayConfig, only_system_kv
-from vllm_relay.sharing import Costs, Forest, Group, Planner, RelayPlan, Segment, make_plan, reads
+from vllm_relay.sharing import (
+    Choice,
+    Costs,
+    Forest,
+    Group,
+    Planner,
+    RelayPlan,
+    Segment,
+    make_plan,
+    predict,
+    reads,
+)
 from vllm_relay.sharing.device import SHIPPED, cpu_name, find_costs
 
 LEVELS = 3
+# Of each group of each level: a copy and which of its blocks.
+Copies = list[list[tuple[SegmentCopy, slice]]]
 
 
 class RelayBackend(CPUAttentionBackend):
@@ -60,7 +73,9 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         for layer in layers.values():
             layer.impl.prepare(layer, self._block, kv_cache_spec.dtype)
-        self._active = self._decide(vllm_config, [layer.impl for layer in layers.values()])
+        self._impls = [layer.impl for layer in layers.values()]
+        self._relayed = False
+        self._active = self._decide(vllm_config, self._impls)
         self._bytes_per_token = sum(
             2 * layer.impl.num_kv_heads * layer.impl.head_size * kv_cache_spec.dtype.itemsize
             for layer in layers.values()
@@ -69,9 +84,9 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         self._copies = SegmentCopies(
             max(1, self._bytes_per_token * self._block), int(self._config.max_copy_gib * 2**30)
         )
-        self._costs = self._find_costs([layer.impl for layer in layers.values()])
+        self._costs = self._find_costs(self._impls)
         self._planner = Planner(self._block, self._costs, self._config.max_levels or LEVELS)
-        # Seconds per layer that groups would have saved since the last copy was made.
+        # Seconds per layer that groups would have saved for which no copy was made.
         self._forgone = 0.0
         # vLLM's builder plans its kernel's work for a number of query heads.
         self._twice_the_heads: CPUAttentionMetadataBuilder | None = copy.copy(self)
@@ -108,6 +123,11 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         if not self._active:
             return metadata
         step = self._plan_step(common_attn_metadata)
+        relayed = step is not None
+        if relayed != self._relayed:
+            self._relayed = relayed
+            for impl in self._impls:
+                impl.relay(relayed)
         return metadata if step is None else RelayMetadata(**vars(metadata), relay=step)
 
     def build_for_drafting(
@@ -152,70 +172,103 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         if rows > 1 and common.causal is True:
             choice = self._planner.plan(table, lens, queries)
             if choice.forest.levels:
-                saved = choice.stock - choice.relay
-                forest, copies = self._copy_segments(choice.forest, table, saved)
+                forest, copies = self._copy_segments(choice, table)
                 plan = make_plan(forest, table, lens)
                 if plan is not None:
                     step = self._step(common, plan, copies, queries)
         metrics.count_step(plan, self._bytes_per_token)
         return step
 
-    def _copy_segments(
-        self, forest: Forest, table: np.ndarray, saved: float
-    ) -> tuple[Forest, list[list[tuple[SegmentCopy, slice]]]]:
-        """The groups whose segments are copied or are worth it, and the copies of each level.
+    def _copy_segments(self, choice: Choice, table: np.ndarray) -> tuple[Forest, Copies]:
+        """The best of the chosen groups that are copied or are worth it, and their copies.
 
         A copy costs about as much as some steps with it save, and nobody knows how many will come.
-        It is made once the steps without it have forgone as much: then it never costs more than
-        twice what was best.
+        It is made once the steps without it have forgone as much: then waiting and copying cost no
+        more than twice what was best.
         """
         segments = [
-            table[group.rows[0], group.segment.start : group.segment.end]
-            for level in forest.levels
+            (table[group.rows[0], group.segment.start : group.segment.end], group.segment.start)
+            for level in choice.forest.levels
             for group in level
         ]
-        starts = [group.segment.start for level in forest.levels for group in level]
-        missing = sum(map(self._copies.missing, segments, starts)) * self._block
-        price = missing * self._costs.copy
-        if missing:
-            self._forgone += saved
-        pay = self._forgone >= price
-        if pay and missing:
-            self._forgone -= price
+        in_use = [copy for x in segments for copy, _ in filter(None, [self._copies.find(*x)])]
+        blocks = sum(self._copies.to_make(*x, in_use) for x in segments)
+        if not blocks:
+            forest, copies, _ = self._usable(choice, table, in_use)
+            return forest, copies
+        forest, copies, cost = self._usable(choice, table, in_use)
+        price = blocks * self._block * self._costs.copy
+        self._forgone = min(self._forgone + cost - choice.relay, price)
+        if self._forgone < price:
+            return forest, copies
+        self._forgone = 0.0
+        forest, copies, _ = self._usable(choice, table, in_use, make=True)
+        return forest, copies
+
+    def _usable(
+        self, choice: Choice, table: np.ndarray, in_use: list[SegmentCopy], make: bool = False
+    ) -> tuple[Forest, Copies, float]:
+        """What can be run of a choice, the copies for it, and its predicted cost.
+
+        Groups are cut to what is copied. That may take longer than nothing, or than without them.
+        """
+        cut, copies, whole = self._cut(choice.forest, table, in_use, make)
+        if whole:
+            return cut, copies, choice.relay
+        if make:
+            metrics.say_once("shared segments are cut to what max_copy_gib allows")
+        nothing = Forest((), cut.num_rows, cut.block_size)
+        candidates: list[tuple[Forest, Copies, float]] = [(nothing, [], choice.stock)]
+        for forest, of_forest in (
+            (cut, copies),
+            self._cut(choice.forest, table, in_use, make=False, only_whole=True)[:2],
+        ):
+            candidates.append((forest, of_forest, predict(forest, choice.shape, self._costs)))
+        return min(candidates, key=lambda candidate: candidate[2])
+
+    def _cut(
+        self,
+        forest: Forest,
+        table: np.ndarray,
+        in_use: list[SegmentCopy],
+        make: bool,
+        only_whole: bool = False,
+    ) -> tuple[Forest, Copies, bool]:
+        """A forest as far as its segments are copied, its copies, and whether nothing is cut."""
         levels: list[tuple[Group, ...]] = []
-        copies: list[list[tuple[SegmentCopy, slice]]] = []
+        copies: Copies = []
         uncut = set(range(forest.num_rows))  # rows all of whose segments so far are whole
-        remaining = iter(zip(segments, starts, strict=True))
+        everything = True
         for level in forest.levels:
             groups: list[Group] = []
             of_level: list[tuple[SegmentCopy, slice]] = []
             still_uncut: set[int] = set()
             for group in level:
-                blocks, start = next(remaining)
                 if int(group.rows[0]) not in uncut:
                     continue
-                in_use = [copy for of_one in (*copies, of_level) for copy, _ in of_one]
-                found = self._copies.get(blocks, start, in_use, make=pay)
-                count = 0 if found is None else found[1].stop - found[1].start
-                if pay and count < len(blocks):
-                    metrics.say_once("shared segments are cut to what max_copy_gib allows")
-                if found is None:
+                start, count = group.segment.start, group.segment.blocks
+                blocks = table[group.rows[0], start : group.segment.end]
+                found = self._copies.get(blocks, start, in_use, make)
+                have = 0 if found is None else found[1].stop - found[1].start
+                everything &= have == count
+                if found is None or (only_whole and have < count):
                     continue
+                in_use.append(found[0])
                 of_level.append(found)
-                groups.append(Group(Segment(start, count), group.rows))
-                if count == len(blocks):
+                groups.append(Group(Segment(start, have), group.rows))
+                if have == count:
                     still_uncut.update(group.rows.tolist())
             if groups:
                 levels.append(tuple(groups))
                 copies.append(of_level)
             uncut = still_uncut
-        return Forest(tuple(levels), forest.num_rows, forest.block_size), copies
+        return Forest(tuple(levels), forest.num_rows, forest.block_size), copies, everything
 
     def _step(
         self,
         common: Any,
         plan: RelayPlan,
-        copies: list[list[tuple[SegmentCopy, slice]]],
+        copies: Copies,
         queries: np.ndarray,
     ) -> RelayStep:
         starts = common.query_start_loc[: common.num_reqs + 1].numpy()

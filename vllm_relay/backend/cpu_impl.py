@@ -48,6 +48,17 @@ class RelayImpl(CPUAttentionBackendImpl):
         )
         return next((name for applies, name in checks if applies), None)
 
+    def relay(self, wanted: bool) -> None:
+        """Put `forward_relayed` in the place of vLLM's ``forward``, or take it away again.
+
+        So a step in which nothing is relayed runs vLLM's own method, without a call in front of it.
+        Whichever is called, the output is right: the metadata of a relayed step is vLLM's, too.
+        """
+        if wanted:
+            self.forward = self.forward_relayed
+        else:
+            self.__dict__.pop("forward", None)
+
     def prepare(self, layer: Any, block_size: int, dtype: torch.dtype) -> None:
         """Find how the engine lays out this layer's blocks.
 
@@ -69,7 +80,7 @@ class RelayImpl(CPUAttentionBackendImpl):
             if self._layout is None:
                 self.refusal = "a KV layout that relay cannot read"
 
-    def forward(
+    def forward_relayed(
         self,
         layer: Any,
         query: torch.Tensor,
@@ -81,7 +92,10 @@ class RelayImpl(CPUAttentionBackendImpl):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """As vLLM's: query, output ``[T, Hq, D]``, cache ``[blocks, Hkv, block_size, 2 * D]``."""
+        """As vLLM's: query, output ``[T, Hq, D]``, cache ``[blocks, Hkv, block_size, 2 * D]``.
+
+        `relay` puts it in the place of ``forward``.
+        """
         step = attn_metadata.relay if isinstance(attn_metadata, RelayMetadata) else None
         if step is None or self.refusal is not None:
             return super().forward(

@@ -36,7 +36,7 @@ class Shape:
     """A step of equal groups.
 
     Attributes:
-        rows: requests. shared: tokens of the prefix of each group. own: tokens of each row after it.
+        rows: requests. shared: tokens of the prefix of each group. own: of each row after it.
         queries: of each row, the last of its own. groups: the rows are divided among them; 0 means
             that no row shares.
     """
@@ -49,19 +49,20 @@ class Shape:
 
 
 class Probe:
-    """Raises ValueError where relay does not serve the worker's first KV cache group."""
+    """Of the first KV cache group that relay serves; ValueError where there is none."""
 
     def __init__(self, worker: Any) -> None:
-        builders = (group.get_metadata_builder() for group in worker.model_runner.attn_groups[0])
-        self.builder: Any = next((b for b in builders if isinstance(b, RelayMetadataBuilder)), None)
-        found = get_layers_from_vllm_config(worker.vllm_config, Attention)
-        self.layers = [
-            layer
-            for layer in found.values()
-            if isinstance(layer.impl, RelayImpl) and layer.impl.refusal is None
-        ]
-        if self.builder is None or not self.layers:
+        builders = (
+            group.get_metadata_builder()
+            for groups in worker.model_runner.attn_groups
+            for group in groups
+        )
+        active = (b for b in builders if isinstance(b, RelayMetadataBuilder) and b._active)
+        self.builder: Any = next(active, None)
+        if self.builder is None:
             raise ValueError("relay's CPU backend does not serve this model")
+        found = get_layers_from_vllm_config(worker.vllm_config, Attention, self.builder.layer_names)
+        self.layers = [layer for layer in found.values() if layer.impl.refusal is None]
         self.impl: RelayImpl = self.layers[0].impl
         self.block: int = self.builder._block
         self._flush = torch.zeros(_FLUSH_BYTES // 4)
@@ -132,7 +133,9 @@ class Probe:
         self.builder._forgone = np.inf
         metadata = self.builder.build(0, common)
         relayed = isinstance(metadata, RelayMetadata)
-        return self._forward(metadata, common, RelayImpl.forward), relayed
+        # What `RelayImpl.relay` leaves in place of ``forward`` for such a step: vLLM's own, or
+        forward = RelayImpl.forward_relayed if relayed else CPUAttentionBackendImpl.forward
+        return self._forward(metadata, common, forward), relayed
 
     def _forward(
         self,
@@ -145,9 +148,7 @@ class Probe:
 
         def call() -> torch.Tensor:
             layer = self.next_layer()
-            return forward(
-                layer.impl, layer, query, query, query, self.cache(layer), metadata, out
-            )
+            return forward(layer.impl, layer, query, query, query, self.cache(layer), metadata, out)
 
         return call
 

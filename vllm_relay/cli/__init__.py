@@ -36,7 +36,6 @@ def main() -> None:
     if arguments[:1] in (["build"], ["calibrate"], ["verify"]):
         theirs = re.compile(r"-[a-z]")
         arguments = [
-            ESCAPE + x if theirs.match(x) and not x.startswith("-o") else x
-            for x in arguments
+            ESCAPE + x if theirs.match(x) and not x.startswith("-o") else x for x in arguments
         ]
     app(args=arguments)

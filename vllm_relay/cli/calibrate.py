@@ -140,4 +140,4 @@ def _table(found: "Constants", errors: dict[str, float]) -> Table:
 
 
 def _rate(seconds: float, unit: str) -> str:
-    return f"{1e-9 / seconds:,.1f} {unit}" if seconds else "–"
+    return f"{1e-9 / seconds:,.1f} {unit}" if seconds else "none"

@@ -85,7 +85,7 @@ def draw(results: list[Replay], path: Path, name: str) -> None:
     axes.set_xlabel("time of the trace (minutes)" if in_time else "decode step")
     axes.set_title(title)
     axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=4, columnspacing=1.2, frameon=False)
+    figure.legend(loc="outside lower center", ncols=2, columnspacing=1.2, frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.savefig(path, format="png", dpi=150)

@@ -3,9 +3,11 @@
 Each kernel takes, per layer,
 
     call + token * query tokens + first * KV tokens that it reads for the first time
-         + read * (row, KV token) pairs + pair * (query token, KV token) pairs
+         + read * (row, KV token) pairs + far * those beyond the first ``near`` tokens of a row
+         + pair * (query token, KV token) pairs
 
-The terms are launches, work per query, memory traffic, traffic from caches and arithmetic. vLLM's
+The terms are launches, work per query, memory traffic, traffic from caches, more of that where a
+row's KV exceeds a core's own cache, and arithmetic. vLLM's
 own kernel reads every row's sequence; what rows share comes from memory once (where the machine's
 cache holds it) and is read by each. With groups, system attention reads each segment once for all
 its queries and never per row; context attention reads what is left of the rows in groups; and
@@ -26,17 +28,24 @@ from vllm_relay.sharing.trie import Trie
 
 @dataclass(frozen=True)
 class KernelCosts:
-    """Seconds that one kernel takes, see the module: per call, query token, KV token and pair."""
+    """Seconds that one kernel takes, see the module; ``near`` is in KV tokens."""
 
     call: float = 0.0
     token: float = 0.0
     first: float = 0.0
     read: float = 0.0
     pair: float = 0.0
+    far: float = 0.0
+    near: float = 0.0
 
     def times(self, factor: float) -> "KernelCosts":
         """A kernel that is slower by this factor."""
-        return KernelCosts(*(factor * cost for cost in astuple(self)))
+        scaled = KernelCosts(*(factor * cost for cost in astuple(self)))
+        return replace(scaled, near=self.near)
+
+    def reading(self, tokens: NDArray[np.float64] | NDArray[np.int64]) -> NDArray[np.float64]:
+        """Seconds that rows take to read so many KV tokens each, beside what is read first."""
+        return self.read * tokens + self.far * np.maximum(tokens - self.near, 0)
 
 
 @dataclass(frozen=True)
@@ -122,13 +131,13 @@ class StepShape:
 
 def predict_stock(shape: StepShape, costs: Costs) -> float:
     """Seconds per layer that vLLM's own attention takes for a step."""
-    stock, lens, queries = costs.stock, shape.seq_lens, shape.query_lens
+    stock, lens, queries = costs.stock, shape.seq_lens.astype(np.int64), shape.query_lens
     return float(
         stock.call
         + stock.token * queries.sum()
         + stock.first * shape.tokens_once()
-        + stock.read * lens.sum()
-        + stock.pair * (queries.astype(np.int64) @ lens)
+        + stock.reading(lens).sum()
+        + stock.pair * (queries @ lens)
     )
 
 
@@ -159,11 +168,11 @@ def predict(forest: Forest, shape: StepShape, costs: Costs) -> float:
             partials[rows] += 1
             held[rows] = size * shape.trie.share(int(node_of[rows[0]]), group.segment.end)
     grouped = np.flatnonzero(partials)
-    q, lens = queries[grouped], shape.seq_lens[grouped]
+    q, lens = queries[grouped], shape.seq_lens[grouped].astype(np.int64)
     left, first = lens - end[grouped], shape.shares()[grouped]
     total -= stock.token * q.sum() + stock.first * first.sum()
-    total -= stock.read * lens.sum() + stock.pair * (q @ lens)
+    total -= stock.reading(lens).sum() + stock.pair * (q @ lens)
     total += context.token * q.sum() + context.first * (first - held[grouped]).sum()
-    total += context.read * left.sum() + context.pair * (q @ left)
+    total += context.reading(left).sum() + context.pair * (q @ left)
     total += costs.fusion * (q @ (partials[grouped] + 1))
     return float(total)

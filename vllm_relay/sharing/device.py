@@ -33,6 +33,7 @@ class Kernel:
     Attributes:
         call: seconds per call. token: seconds per byte of queries.
         first: seconds per byte of KV read for the first time. read: and for each row that reads it.
+        far: and in addition where a row's KV exceeds the cache.
         pair: seconds per floating point operation.
     """
 
@@ -40,6 +41,7 @@ class Kernel:
     token: float
     first: float
     read: float
+    far: float
     pair: float
 
 
@@ -50,6 +52,7 @@ class Constants:
     Attributes:
         device: its name, as `cpu_name` makes it. threads: of torch, in the engine's worker.
         heads, kv_heads, head_size, dtype: of the layers.
+        cache: bytes of a core's own cache, which keys and values of one head fill.
         fusion: seconds per byte of a partial. step, level: seconds. copy: seconds per byte of KV.
         measured: when and with what, in words.
     """
@@ -60,6 +63,7 @@ class Constants:
     kv_heads: int
     head_size: int
     dtype: str
+    cache: int
     stock: Kernel
     context: Kernel
     system: Kernel
@@ -74,6 +78,7 @@ class Constants:
         item = _BYTES[dtype]
         query, kv = heads * head_size * item, 2 * kv_heads * head_size * item
         flops = 4 * heads * head_size
+        near = self.cache / (2 * head_size * item)
 
         def of(kernel: Kernel) -> KernelCosts:
             return KernelCosts(
@@ -82,6 +87,8 @@ class Constants:
                 first=kernel.first * kv,
                 read=kernel.read * kv,
                 pair=kernel.pair * flops,
+                far=kernel.far * kv,
+                near=near,
             )
 
         return Costs(
@@ -121,7 +128,7 @@ class Found:
 
     Attributes:
         margin: for `Costs.with_margin`. source: where they come from, in words. guessed: whether
-            they were measured on another device.
+            they were measured on another device or with another number of threads.
     """
 
     costs: Costs
@@ -168,15 +175,19 @@ def find_costs(
             off,
         )
 
+    if not known:
+        raise ValueError(f"no measurements in {', '.join(map(str, paths))}")
     entry, path = min(known, key=distance)
-    other, _, off = distance((entry, path))
+    other, other_threads, off = distance((entry, path))
     where = "shipped with vllm-relay" if path == SHIPPED else str(path)
     shape = f"{entry.heads}/{entry.kv_heads} heads of {entry.head_size}"
     source = f"costs of {entry.device}, {entry.threads} threads, {shape} ({where})"
-    if other:
-        source = f"{name} was not measured; {source} stand in"
-    margin = MARGIN_OF_A_GUESS if other or off else MARGIN
-    return Found(entry.costs(*wanted, dtype), margin, source, other)
+    guessed = other or other_threads
+    if guessed:
+        count = f" with {threads} threads" if threads is not None else ""
+        source = f"{name}{count} was not measured; {source} stand in"
+    margin = MARGIN_OF_A_GUESS if guessed or off else MARGIN
+    return Found(entry.costs(*wanted, dtype), margin, source, guessed)
 
 
 def user_file() -> Path:
@@ -222,6 +233,13 @@ def save(new: Iterable[Constants], path: Path) -> None:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def cache_bytes() -> int:
+    """Bytes of a core's L2 cache; 1 MiB where the system does not tell."""
+    told = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
+    found = re.fullmatch(r"(\d+)([KM])\s*", told.read_text()) if told.exists() else None
+    return int(found[1]) << (10 if found[2] == "K" else 20) if found else 1 << 20
 
 
 @cache

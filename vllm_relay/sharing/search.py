@@ -17,6 +17,7 @@ the rest of it where levels are few.
 """
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -208,6 +209,15 @@ class _Open:
 Floats = NDArray[np.float64]
 
 
+@lru_cache(maxsize=256)
+def _states(levels: int, last: int) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.bool_]]:
+    """Of each state [m, i, j]: where its rows' last group ends, in how many they are, i < j."""
+    m, i, j = np.ogrid[: levels + 1, : last + 1, : last + 1]
+    later = j > i
+    ends = np.broadcast_to(np.maximum(i, j), (levels + 1, last + 1, last + 1))
+    return ends, np.minimum(m + later, levels), later[0]
+
+
 class _Search:
     """The dynamic programme of the module, over one trie and at most ``levels`` levels.
 
@@ -248,8 +258,8 @@ class _Search:
         ends = np.array([self.trie.depth[n] for n in path]) * float(self.shape.block_size)
         self.by_row[node] = self._row_savings(node, ends)
         inside = np.maximum(self.by_row[node], 0).sum(axis=0)  # [node of the path, m]
-        m, i, j = np.ogrid[: self.levels + 1, : last + 1, : last + 1]
-        total = inside[np.maximum(i, j), np.minimum(m + (j > i), self.levels)]
+        ends_at, levels_at, later = _states(self.levels, last)
+        total = inside[ends_at, levels_at]
         for child in children:
             total = total + self.saved[child]
         self.going_on[node] = total[:, :last, :last]
@@ -260,10 +270,9 @@ class _Search:
         self.opening[node] = opening
         best = np.maximum(self.going_on[node], opening[:, :, None])
         nodes = np.arange(last)
-        later = nodes[None, :] > nodes[:, None]
         for level in range(self.levels - 1, -1, -1):
             joined = best[level + 1, nodes, nodes]
-            best[level] = np.where(later, np.maximum(best[level], joined), best[level])
+            best[level] = np.where(later[:-1, :-1], np.maximum(best[level], joined), best[level])
         self.saved[node] = best
 
     def _row_savings(self, node: int, ends: Floats) -> Floats:
@@ -277,14 +286,16 @@ class _Search:
         everything = (
             (stock.token - context.token - self.costs.fusion) * queries
             + (stock.first - context.first) * first
-            + (stock.read - context.read) * lens
+            + stock.reading(lens)
             + (stock.pair - context.pair) * queries * lens
         )
         per_level = (self.costs.fusion + system.token) * queries
-        per_token = context.read + queries * (context.pair - system.pair)
+        per_token = queries * (context.pair - system.pair)
+        by_end = context.first * share + per_token[:, None] * ends
+        by_end = by_end - context.reading(lens[:, None] - ends)
         saved = (
             everything[:, None, None]
-            + (context.first * share + per_token[:, None] * ends)[:, :, None]
+            + by_end[:, :, None]
             - per_level[:, None, None] * np.arange(self.levels + 1)
         )
         saved[:, 0] = 0  # in no group

@@ -1,0 +1,83 @@
+"""What the requests of a real trace share: `vllm-relay explain` at several sizes of the batch.
+
+    python benchmarks/trace_report.py conversation_trace.jsonl --save
+
+Each row is one replay: by KV tokens read, which is what could be saved at most, and by the
+predicted time of this machine's attention, which is what relay would do here.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common import ROOT, beside_python, provenance, write_csv
+
+KEYS = ("requests", "steps", "kv_tokens_stock", "kv_tokens_relay", "kv_tokens_once")
+
+
+def replay(trace: Path, objective: str, args: argparse.Namespace, plot: Path | None) -> list[Any]:
+    command = beside_python("vllm-relay", "explain", str(trace), "--json")
+    command += ["--objective", objective, "--max-levels", args.max_levels]
+    for count in args.concurrency:
+        command += ["--concurrency", str(count)]
+    for name, value in zip(("heads", "kv-heads", "head-size"), args.heads, strict=True):
+        command += [f"--{name}", str(value)]
+    if plot is not None:
+        command += ["--plot", str(plot)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    data = json.loads(done.stdout)
+    return data if isinstance(data, list) else [data]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--max-levels", default="3")
+    parser.add_argument(
+        "--heads", type=int, nargs=3, default=[32, 8, 128], metavar=("QUERY", "KV", "SIZE")
+    )
+    parser.add_argument(
+        "--save", action="store_true", help="write a CSV and a PNG to benchmarks/results"
+    )
+    args = parser.parse_args()
+    console = Console()
+    plot = ROOT / "benchmarks" / "results" / "trace.png" if args.save else None
+    rows = []
+    for objective in ("reads", "time"):
+        drawn = plot if objective == "reads" else None
+        for count, data in zip(
+            args.concurrency, replay(args.trace, objective, args, drawn), strict=True
+        ):
+            row = {"trace": args.trace.name, "objective": objective, "concurrency": count}
+            row |= {key: data[key] for key in KEYS}
+            row |= {
+                "saved": round(data["saved"], 5),
+                "predicted_speedup": round(data["predicted_speedup"], 4),
+                "levels_used": data["levels_used"],
+                "max_levels": args.max_levels,
+                "heads": "/".join(map(str, args.heads)),
+                "costs": data["costs"]["source"],
+            }
+            rows.append(row)
+            console.print(
+                f"{objective}, {count:,} at once: {row['saved']:.1%} of KV reads saved, attention "
+                f"{row['predicted_speedup']:.3f} x as fast (predicted)",
+                highlight=False,
+            )
+    if plot is not None:
+        path = write_csv(plot.with_suffix(".csv"), rows, provenance())
+        plot.replace(path.with_suffix(".png"))
+        console.print(f"wrote {path.relative_to(ROOT)} and its plot")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Calibration and the benchmarks of the cost model, each once, small, on the real engine."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import bench_choice
+from tests.e2e.engine import ROOT, environment
+from vllm_relay.sharing.device import load
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+def run(*command: str, cwd: Path, status: tuple[int, ...] = (0,), **env: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=environment(**env),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode in status, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    return done.stdout
+
+
+def test_calibrate_measures_and_keeps_what_the_backend_then_finds(tmp_path: Path) -> None:
+    kept = tmp_path / "devices.json"
+    text = run(
+        *("-m", "vllm_relay.cli", "calibrate", "--shape", "4/2/64", "--max-model-len", "4096"),
+        "--json",
+        cwd=tmp_path,
+        VLLM_RELAY_DEVICES=str(kept),
+    )
+    shown = json.loads(text)
+    assert shown["path"] == str(kept)
+    (entry,) = load(kept)
+    assert (entry.heads, entry.kv_heads, entry.head_size, entry.dtype) == (4, 2, 64, "bfloat16")
+    assert entry.stock.pair + entry.stock.read > 0 and entry.stock.first > 0
+    assert entry.system.pair > 0 and entry.copy > 0
+    # a fit of nonsense would be off by much more
+    assert all(error < 0.5 for error in shown["errors"].values()), shown["errors"]
+
+
+def test_the_grid_runs_and_outputs_agree(tmp_path: Path) -> None:
+    text = run(
+        str(ROOT / "benchmarks" / "bench_choice.py"),
+        *("--heads", "2", "1", "64", "--points", "3", "--kv-gib", "1"),
+        cwd=tmp_path,
+        # so small a run need not reach the bars, but it has to measure
+        status=(0, 1),
+        VLLM_RELAY_DEVICES=str(tmp_path / "none.json"),
+    )
+    assert "outputs differ" not in text
+    assert re.search(r"points\s+│\s+3 ", text), text
+
+
+def test_planning_is_timed_in_a_step(tmp_path: Path) -> None:
+    text = run(
+        str(ROOT / "benchmarks" / "bench_planning.py"),
+        *("--heads", "2", "1", "64", "--requests", "6", "--shared", "512", "--steps", "8"),
+        cwd=tmp_path,
+    )
+    assert re.search(r"6 requests, 512 shared tokens: a plan takes \d+\.\d\d ms", text), text
+
+
+def test_points_below_the_bars_are_counted() -> None:
+    point = {
+        "stock_ms": 1.0,
+        "relay_ms": 1.25,
+        "always_ms": 2.0,
+        "relayed": True,
+        "shares": True,
+        "ratio": 0.8,
+        "quartiles": [0.79, 0.81],
+        "threads": 1,
+        "rounds": 11,
+        "predicted_stock_ms": 1.5,
+        "predicted_always_ms": 1.0,
+        "relative_difference": 0.001,
+        "costs": "",
+    }
+    rows = [
+        bench_choice.row_of(
+            (8, 512, 16, 1, 1), {**point, "ratio": ratio, "relay_ms": relay}, [1] * 3
+        )
+        for ratio, relay in ((0.8, 1.25), (1.0, 1.0))
+    ]
+    found = bench_choice.summary(rows)
+    assert (found["points"], found["points below 0.98"]) == (2, 1)
+    assert found["within 10 % of the better"] == "50.0%"
+    assert found["lowest ratio"] == 0.8
+
+
+def test_the_grid_has_the_steps_it_is_for() -> None:
+    grid = bench_choice.grid()
+    assert len(grid) >= 60 and len(set(grid)) == len(grid)
+    for column, lowest, highest in ((0, 1, 128), (1, 0, 8192), (2, 16, 2048), (4, 1, 16)):
+        values = [point[column] for point in grid]
+        assert (min(values), max(values)) == (lowest, highest)
