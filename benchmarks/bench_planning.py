@@ -3,7 +3,8 @@
     python benchmarks/bench_planning.py --save
 
 First the planner alone, on block tables of growing size. Then an engine with ``--requests`` decodes
-below a tree of prefixes, with a clock around the plan of every step and around the step.
+below a tree of prefixes, with a clock around the plan of every step and around the step: as steps
+are, and choosing groups anew in each, as if every step changed the batch.
 """
 
 import argparse
@@ -22,8 +23,9 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import OFFLINE, ROOT, provenance, write_csv
+from benchmarks.planning_worker import costs_that_pay
 from benchmarks.random_model import VOCABULARY, write_random_model
-from vllm_relay.sharing import Planner, make_plan, reads
+from vllm_relay.sharing import Planner, make_plan
 
 # Rows and columns of the tables of the first part; two prompts, each over half of the columns.
 SIZES = [(64, 64), (256, 64), (1024, 64), (256, 256), (256, 512), (1024, 512)]
@@ -52,7 +54,7 @@ def time_planner(rows: int, columns: int, repeats: int = 9) -> dict[str, Any]:
     queries = np.ones(rows, dtype=np.int32)
     new, kept = [], []
     for _ in range(repeats):
-        planner = Planner(BLOCK, reads(), 3)
+        planner = Planner(BLOCK, costs_that_pay(), 3)
         for times in (new, kept):
             begun = time.perf_counter()
             choice = planner.plan(table, lens, queries)
@@ -90,25 +92,29 @@ def time_engine(llm: Any, requests: int, shared: int, steps: int) -> list[dict[s
 
     documents, batch = prompts(requests, shared)
     run(documents, 1)
-    llm.collective_rpc("time_plans")
-    run(batch, steps)
-    plans, taken = llm.collective_rpc("timed_plans")[0]
-    full = [i for i, (rows, _, relayed) in enumerate(plans) if rows == requests and relayed]
-    # The first ones make copies and find the tree.
-    plan_s = [plans[i][1] for i in full[2:]]
-    step_s = [taken[i] for i in full[2:]]
-    return [
-        {
-            "part": "engine",
-            "requests": requests,
-            "shared_tokens": shared,
-            "steps": len(plan_s),
-            "plan_ms": round(1e3 * statistics.median(plan_s), 4),
-            "plan_mean_ms": round(1e3 * statistics.mean(plan_s), 4),
-            "step_ms": round(1e3 * statistics.median(step_s), 2),
-            "share": round(sum(plan_s) / sum(step_s), 5),
-        }
-    ]
+    rows = []
+    for keep in (True, False):
+        llm.collective_rpc("time_plans", args=(keep,))
+        run(batch, steps)
+        plans, taken = llm.collective_rpc("timed_plans")[0]
+        full = [i for i, (count, _, relayed) in enumerate(plans) if count == requests and relayed]
+        # The first ones make copies.
+        plan_s = [plans[i][1] for i in full[2:]]
+        step_s = [taken[i] for i in full[2:]]
+        rows.append(
+            {
+                "part": "engine",
+                "requests": requests,
+                "shared_tokens": shared,
+                "groups": "kept" if keep else "chosen anew in every step",
+                "steps": len(plan_s),
+                "plan_ms": round(1e3 * statistics.median(plan_s), 4),
+                "plan_mean_ms": round(1e3 * statistics.mean(plan_s), 4),
+                "step_ms": round(1e3 * statistics.median(step_s), 2),
+                "share": round(sum(plan_s) / sum(step_s), 5),
+            }
+        )
+    return rows
 
 
 def main() -> int:
@@ -134,8 +140,7 @@ def main() -> int:
         llm = LLM(
             str(model),
             attention_backend="relay",
-            # every step is to be relayed: the dearest plans
-            additional_config={"relay": {"min_saved_tokens": 0, "max_copy_gib": 4}},
+            additional_config={"relay": {"max_copy_gib": 4}},
             worker_extension_cls="benchmarks.planning_worker.PlanningWorker",
             skip_tokenizer_init=True,
             enforce_eager=True,
@@ -146,16 +151,16 @@ def main() -> int:
     table = Table(title="Planning by itself")
     for name in ("requests", "blocks", "new batch, ms", "kept, ms", "ns per block"):
         table.add_column(name, justify="right")
-    for row in rows[:-1]:
+    for row in rows[:-2]:
         table.add_row(*(f"{row[k]:,}" for k in list(row)[1:]))
     console.print(table)
-    engine = rows[-1]
-    console.print(
-        f"{engine['requests']} requests, {engine['shared_tokens']:,} shared tokens: a plan takes "
-        f"{engine['plan_ms']:.2f} ms (mean {engine['plan_mean_ms']:.2f}) of a step's "
-        f"{engine['step_ms']:,.0f} ms: {engine['share']:.2%}",
-        highlight=False,
-    )
+    for row in rows[-2:]:
+        console.print(
+            f"{row['requests']} requests, {row['shared_tokens']:,} shared tokens, groups "
+            f"{row['groups']}: a plan takes {row['plan_ms']:.2f} ms (mean "
+            f"{row['plan_mean_ms']:.2f}) of a step's {row['step_ms']:,.0f} ms: {row['share']:.2%}",
+            highlight=False,
+        )
     if args.save:
         path = write_csv(ROOT / "benchmarks" / "results" / "planning.csv", rows, provenance())
         console.print(f"wrote {path.relative_to(ROOT)}")

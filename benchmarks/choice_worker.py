@@ -11,8 +11,9 @@ from vllm_relay.backend.probe import Probe, Shape
 from vllm_relay.sharing import Planner, predict, reads
 from vllm_relay.sharing.device import cpu_name, find_costs
 
-# Seconds of measuring per call and point, and the fewest rounds.
-BUDGET, FEWEST = 0.8, 11
+# Rounds go on until the median of the ratios is known to so much (its standard error), but not
+# longer than so many seconds per point.
+KNOWN, BUDGET, FEWEST = 0.004, 20.0, 11
 
 
 class GridWorker:
@@ -46,14 +47,20 @@ def _measure(probe: Probe, shape: Shape) -> dict[str, Any]:
     always, shares = probe.relay(common, reads(), levels=3)
     calls = [stock, chosen, *([always] if shares else [])]
 
-    begun = time.perf_counter()
     expected = _of_first_layer(probe, stock)
-    once = time.perf_counter() - begun
     difference = (_of_first_layer(probe, always) - expected).square().mean().sqrt()
-    repeats = int(max(FEWEST, min(101, BUDGET / (once + 0.01))))
-    times = probe.rounds(calls, repeats)
+    begun = time.perf_counter()
+    times: list[list[float]] = [[] for _ in calls]
+    while True:
+        for all_rounds, new in zip(times, probe.rounds(calls, FEWEST), strict=True):
+            all_rounds += new
+        ratios = [a / b for a, b in zip(times[0], times[1], strict=True)]
+        low, high = np.percentile(ratios, (25, 75))
+        # of the median of numbers about normally distributed
+        error = 1.25 * (high - low) / 1.35 / len(ratios) ** 0.5
+        if error < KNOWN or time.perf_counter() - begun > BUDGET:
+            break
     medians = [statistics.median(of_call) for of_call in times]
-    ratios = [a / b for a, b in zip(times[0], times[1], strict=True)]
 
     tables, lens = common.block_table_tensor.numpy(), common.seq_lens.numpy()
     queries = np.full(shape.rows, shape.queries, dtype=np.int32)
@@ -65,12 +72,12 @@ def _measure(probe: Probe, shape: Shape) -> dict[str, Any]:
         "relay_ms": 1e3 * medians[1],
         "always_ms": 1e3 * medians[-1],
         "ratio": statistics.median(ratios),
-        "quartiles": np.percentile(ratios, (25, 75)).tolist(),
+        "quartiles": [float(low), float(high)],
         "relayed": relayed,
         "shares": shares,
         "predicted_stock_ms": 1e3 * choice_time(choice, found.costs, False),
         "predicted_always_ms": 1e3 * choice_time(choice, found.costs, True),
-        "rounds": repeats,
+        "rounds": len(ratios),
         "relative_difference": float(difference / expected.square().mean().sqrt()),
     }
 

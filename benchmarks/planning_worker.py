@@ -1,16 +1,43 @@
 """What `bench_planning.py` runs inside the engine's worker: a clock around each step's plan."""
 
 import time
+from dataclasses import replace
 from typing import Any
+
+from vllm_relay.sharing import Costs
+from vllm_relay.sharing.device import SHIPPED, find_costs
+
+
+def costs_that_pay() -> Costs:
+    """Those of the package, with vLLM's own kernel slower by far and copies for nothing."""
+    costs = find_costs(16, 16, 128, files=[SHIPPED]).costs
+    return replace(costs, stock=costs.stock.times(20), copy=0.0)
 
 
 class PlanningWorker:
     """vLLM's ``worker_extension_cls``."""
 
-    def time_plans(self) -> None:
-        """Time the plan and the whole of every step from now on."""
-        from vllm_relay.backend.cpu import RelayMetadataBuilder
+    def time_plans(self, keep: bool) -> None:
+        """Time the plan and the whole of every step from now on.
 
+        Groups are chosen by predicted time, but with a stock kernel so slow that they all pay.
+
+        Args:
+            keep: False: choose anew in every step, as if each changed the batch.
+        """
+        from vllm_relay.backend.cpu import RelayMetadataBuilder
+        from vllm_relay.sharing import search
+
+        search.KEEP_STEPS = 64 if keep else 0
+        for groups in self.model_runner.attn_groups:
+            for group in groups:
+                builder = group.get_metadata_builder()
+                builder._costs = costs_that_pay()
+                builder._planner = search.Planner(builder._block, builder._costs, 3)
+        if hasattr(self, "_plans"):
+            self._plans.clear()
+            self._steps.clear()
+            return
         self._plans: list[tuple[int, float, bool]] = []
         self._steps: list[float] = []
         plan, execute = RelayMetadataBuilder._plan_step, self.model_runner.execute_model

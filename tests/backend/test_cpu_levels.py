@@ -1,6 +1,7 @@
 """Several levels, and rows with several query tokens, on the engine's own kernels."""
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +15,11 @@ from tests.backend.cpu_bench import (
     make_step,
     outputs,
 )
+from vllm_relay import metrics
 from vllm_relay.backend import cpu, cpu_impl
-from vllm_relay.sharing import Costs, KernelCosts, Planner
+from vllm_relay.backend.copies import SegmentCopies
+from vllm_relay.config import RelayConfig
+from vllm_relay.sharing import Costs, KernelCosts, Planner, reads
 
 BLOCKS = 120
 
@@ -144,3 +148,62 @@ def test_the_planner_is_asked_once_for_steps_that_did_not_change(
     tables[2] = [1, 2, 3, 13]
     assert relayed(bench, make_step(tables, [100, 110, 120])) == [[(0, 3)]]
     assert len(searches) == 2 and np.array_equal(searches[1][0].seq_lens, [100, 110, 120])
+
+
+def test_a_group_that_is_cut_is_predicted_anew() -> None:
+    bench = make_bench(4, 2, 64, torch.bfloat16, "vec", BLOCKS)
+    tables = [[1, 2, 3, 4, 10], [1, 2, 3, 4, 11], [1, 2, 3, 4, 12]]
+    step = make_step(tables, [130, 140, 150])
+    # Whole it saves 2 * 128 reads, cut to one block 2 * 32; a relayed step costs 100.
+    for room, expected in ((4, [[(0, 3)]]), (2, [[(0, 3)]]), (1, None)):
+        timed(bench, step=100.0)
+        bench.builder._copies = SegmentCopies(1, room)
+        assert relayed(bench, step) == expected, room
+
+
+def test_what_a_copied_group_saves_does_not_pay_for_others() -> None:
+    bench = make_bench(4, 2, 64, torch.bfloat16, "vec", BLOCKS)
+    prompt, document = [1, 2, 3, 4], [5]
+    tables = [[*prompt, 10 + i] for i in range(6)]
+    lens = [132] * 6
+    timed(bench, copy=2.0)
+    assert [relayed(bench, make_step(tables, lens)) for _ in range(2)][-1] == [[(0, 6)]]
+    # Two of them now share a document: it saves 32 reads per step, and its copy costs 64.
+    tables[:2] = [[*prompt, *document, 20], [*prompt, *document, 21]]
+    lens[:2] = [164, 164]
+    seen = [len(relayed(bench, make_step(tables, lens)) or []) for _ in range(3)]
+    assert seen == [1, 2, 2]
+
+
+class Impl:
+    num_heads, num_kv_heads, head_size, refusal = 16, 16, 128, None
+
+
+@pytest.mark.parametrize("text", [None, "[]", "{"])
+def test_costs_come_from_a_file_and_a_bad_one_is_named(
+    text: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = tmp_path / "devices.json"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setenv("VLLM_RELAY_DEVICES", str(path))
+    monkeypatch.setattr(metrics, "_said", set())
+    monkeypatch.setattr(metrics.logger, "propagate", True)
+    bench = make_bench(4, 2, 64, torch.bfloat16, "vec", BLOCKS)
+    bench.builder._config = RelayConfig()
+    with caplog.at_level("WARNING", logger="vllm.relay"):
+        costs = bench.builder._find_costs([Impl()])
+    assert costs.stock.first > 0 and costs.system.pair > 0
+    said = [record.getMessage() for record in caplog.records]
+    assert any(str(path) in line for line in said) == (text == "{")
+    # by another machine than those of the package, a guess: said, with how to measure
+    bench.builder.isa = "no such instructions"
+    with caplog.at_level("WARNING", logger="vllm.relay"):
+        wider = bench.builder._find_costs([Impl()])
+    assert any("was not measured" in r.getMessage() for r in caplog.records)
+    assert wider.context.pair >= costs.context.pair
+    bench.builder._config = RelayConfig(min_saved_tokens=7)
+    assert bench.builder._find_costs([Impl()]) == reads(7)
