@@ -64,8 +64,8 @@ def random_costs(rng: random.Random) -> Costs:
     return Costs(
         stock=stock,
         context=KernelCosts(*map(add, astuple(stock)[:-1], astuple(more)[:-1]), near=60.0),
-        system=replace(random_kernel(rng, 20), read=0.0, far=0.0),
-        fusion=rng.random() / 2,
+        system=replace(random_kernel(rng, rng.choice([20, 400])), read=0.0, far=0.0),
+        fusion=rng.choice([0.5, 20]) * rng.random(),
         step=10 * rng.random(),
         level=10 * rng.random(),
     )
@@ -184,3 +184,18 @@ def test_a_path_of_more_nodes_than_are_searched_loses_little() -> None:
     choice = choose(shape, reads(), 1000)
     choice.forest.validate()
     assert choice.relay < 1.1 * shape.tokens_once()
+
+
+def test_a_level_is_used_where_it_pays_and_not_elsewhere() -> None:
+    read = KernelCosts(read=1.0)
+    # A second level saves 64 reads for two rows; one more partial costs 1 per query token.
+    costs = Costs(read, read, KernelCosts(first=1.0), fusion=1.0)
+    rows: list[Row] = []
+    for first, queries in ((100, 1), (200, 40)):
+        for pair in range(2):
+            deeper = [first + 10 * (pair + 1) + i for i in range(4)]
+            rows += [([first, first + 1, *deeper], 6 * BLOCK_SIZE + queries, queries)] * 2
+    choice = choose(step(rows), costs, 2)
+    inner = [group.rows.tolist() for group in choice.forest.levels[1]]
+    assert inner == [[0, 1], [2, 3]]
+    assert choice.relay == pytest.approx(best_time(rows, BLOCK_SIZE, costs, 2))
