@@ -40,6 +40,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace", type=Path)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--objective", nargs="+", default=["reads", "time"])
     parser.add_argument("--max-levels", default="3")
     parser.add_argument(
         "--heads", type=int, nargs=3, default=[32, 8, 128], metavar=("QUERY", "KV", "SIZE")
@@ -50,9 +51,10 @@ def main() -> int:
     args = parser.parse_args()
     console = Console()
     plot = ROOT / "benchmarks" / "results" / "trace.png" if args.save else None
+    plotted = args.objective[0]
     rows = []
-    for objective in ("reads", "time"):
-        drawn = plot if objective == "reads" else None
+    for objective in args.objective:
+        drawn = plot if objective == plotted else None
         for count, data in zip(
             args.concurrency, replay(args.trace, objective, args, drawn), strict=True
         ):
