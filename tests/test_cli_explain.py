@@ -55,8 +55,10 @@ def data(*arguments: str | Path) -> Any:
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with logs; costs of this machine, measured long ago."""
-    kernel = Kernel(call=1e-6, token=1e-12, first=1e-11, read=1e-10, pair=1e-13)
-    mine = Constants(cpu_name(), 1, 32, 8, 128, "bfloat16", kernel, kernel, kernel, 0, 0, 0, 0)
+    kernel = Kernel(call=1e-6, token=1e-12, first=1e-11, read=1e-10, far=0.0, pair=1e-13)
+    mine = Constants(
+        cpu_name(), 1, 32, 8, 128, "bfloat16", 1 << 20, kernel, kernel, kernel, 0, 0, 0, 0
+    )
     save([mine], tmp_path / "devices.json")
     monkeypatch.setenv("VLLM_RELAY_DEVICES", str(tmp_path / "devices.json"))
     monkeypatch.setenv("COLUMNS", "80")

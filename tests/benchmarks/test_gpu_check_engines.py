@@ -199,15 +199,15 @@ def test_full_graphs_are_counted_on_both_runners(monkeypatch: pytest.MonkeyPatch
 
 def plant_wrong_lse_on_cpu() -> None:
     """`in_engine.plant_wrong_lse` for the CPU backend."""
-    from vllm_relay.backend import cpu
+    from vllm_relay.ops import system
 
-    stock = cpu.system_attention
+    stock = system.system_attention
 
     def system_attention(*args: Any, **kwargs: Any) -> Any:
         out, lse = stock(*args, **kwargs)
         return out, lse + 0.1
 
-    cpu.system_attention = system_attention
+    system.system_attention = system_attention
 
 
 @pytest.mark.engine
@@ -246,7 +246,9 @@ def test_decode_is_timed_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     model = write_random_model(tmp_path / "model", 4, 2, 64)
     cases = [engine.make_case(b, p, VOCABULARY, 2, 4) for b, p in ((4, 256), (3, 0))]
+    # fp32: greedy answers of two paths then part at no near-tie
     settings = (("enforce_eager", True), ("additional_config", {"relay": {"min_saved_tokens": 0}}))
+    settings += (("dtype", "float32"),)
     systems = [
         engine.System(name, backend, "v1", settings, graphs=False)
         for name, backend in (("stock", "CPU_ATTN"), ("relay", "RELAY"))

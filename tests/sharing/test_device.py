@@ -80,7 +80,7 @@ def test_another_shape_or_device_stands_in_with_a_wider_margin(own_file: Path) -
     assert near.costs.stock.first == pytest.approx(3e-11 * 2 * 4 * 128 * 2)
     other = find(device="no such CPU")
     assert other.guessed and other.margin == device.MARGIN_OF_A_GUESS
-    assert other.source.startswith("no such CPU was not measured; ")
+    assert other.source.startswith("no such CPU with 1 thread was not measured; costs of some CPU")
 
 
 def test_what_is_shipped_can_be_read_and_is_of_real_machines() -> None:

@@ -181,11 +181,10 @@ def find_costs(
     other, other_threads, off = distance((entry, path))
     where = "shipped with vllm-relay" if path == SHIPPED else str(path)
     shape = f"{entry.heads}/{entry.kv_heads} heads of {entry.head_size}"
-    source = f"costs of {entry.device}, {entry.threads} threads, {shape} ({where})"
+    source = f"costs of {entry.device}{_with(entry.threads)}, {shape} ({where})"
     guessed = other or other_threads
     if guessed:
-        count = f" with {threads} threads" if threads is not None else ""
-        source = f"{name}{count} was not measured; {source} stand in"
+        source = f"{name}{_with(threads)} was not measured; {source} stand in"
     margin = MARGIN_OF_A_GUESS if guessed or off else MARGIN
     return Found(entry.costs(*wanted, dtype), margin, source, guessed)
 
@@ -253,6 +252,12 @@ def cpu_name(isa: str = "") -> str:
     named = re.search(r"model name\s*:\s*(.+)", text)
     name = named[1].strip() if named else platform.processor() or platform.machine()
     return f"{name} ({isa})" if isa else name
+
+
+def _with(threads: int | None) -> str:
+    if threads is None:
+        return ""
+    return f" with {threads} thread{'' if threads == 1 else 's'}"
 
 
 def _same_device(entry: str, wanted: str) -> bool:
