@@ -13,7 +13,7 @@ from vllm_relay.sharing.device import cpu_name, find_costs
 
 # Rounds go on until the median of the ratios is known to so much (its standard error), but not
 # longer than so many seconds per point.
-KNOWN, BUDGET, FEWEST = 0.004, 8.0, 11
+KNOWN, BUDGET, FEWEST = 0.004, 30.0, 11
 
 
 class GridWorker:
