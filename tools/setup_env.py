@@ -33,8 +33,8 @@ TORCH = "torch==2.13.0"
 DEFAULT_ENGINE = "0.32.0"
 INSTALLER = "vllm-relay-setup"
 STAMP = ".vllm-relay-stamp"
-# A change in one of these makes an environment outdated; paths relative to the repository.
-INPUTS = ("pyproject.toml", "setup.py", "tools/setup_env.py")
+# A change in one of these makes an environment outdated; patterns relative to the repository.
+INPUTS = ("pyproject.toml", "setup.py", "tools/setup_env.py", "vllm_relay/ops/cpu/csrc/*")
 STEPS = 6
 
 _started = time.monotonic()
@@ -60,7 +60,8 @@ def engines() -> list[str]:
 def fingerprint(engine: str, venv: Path) -> str:
     """What the stamp of an up-to-date environment holds; its path counts, scripts carry it."""
     digest = hashlib.sha256(f"{engine}\n{venv}\n".encode())
-    for path in (lock_file(engine), *(ROOT / name for name in INPUTS)):
+    inputs = (path for pattern in INPUTS for path in sorted(ROOT.glob(pattern)))
+    for path in (lock_file(engine), *inputs):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vllm_relay.ops import checks, flash_attn, providers, xformers
 from vllm_relay.ops.context_plan import ContextPlan, plan_context
+from vllm_relay.ops.cpu import attention as native
 from vllm_relay.ops.cpu.context import run_context
 
 __all__ = [
@@ -131,6 +132,7 @@ def _triton(q: Tensor, k_cache: Tensor, v_cache: Tensor, *step: Any) -> tuple[Te
     return context.context_attention(q, k_cache, v_cache, *step)
 
 
+providers.register("context", "native", native.context_attention, native.usable)
 providers.register("context", "cpu", torch_context_attention, providers.not_cpu)
 providers.register("context", "torch", torch_context_attention)
 providers.register("context", "triton", _triton, providers.not_triton)

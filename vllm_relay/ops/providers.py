@@ -3,6 +3,7 @@
 A provider is a function and a test that says why it cannot take a call. For CUDA tensors the first
 usable one in order of preference runs, for others a plain one; `use` or the environment variable
 VLLM_RELAY_SYSTEM_PROVIDER or VLLM_RELAY_CONTEXT_PROVIDER forces one by name.
+"native" are our own CPU kernels, "cpu" PyTorch's, "torch" plain tensor operations on any device.
 """
 
 import importlib
@@ -31,7 +32,7 @@ _CUDA = {
     "system": ("vllm", "flash-attn", "triton", "xformers", "torch"),
     "context": ("vllm", "flash-attn", "triton", "torch"),
 }
-_CPU = ("cpu",)
+_CPU = ("native", "cpu")
 _OTHER_DEVICES = ("torch",)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_relay.ops import checks, flash_attn, providers, xformers
+from vllm_relay.ops.cpu import attention as native
 from vllm_relay.ops.cpu import system as cpu_system
 
 
@@ -97,6 +98,7 @@ def _triton(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tens
     return system.system_attention(q, k, v, scale)
 
 
+providers.register("system", "native", native.system_attention, native.usable)
 providers.register("system", "cpu", cpu_system.system_attention, providers.not_cpu)
 providers.register("system", "torch", torch_system_attention)
 providers.register("system", "triton", _triton, providers.not_triton)
