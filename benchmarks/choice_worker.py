@@ -9,7 +9,7 @@ import torch
 
 from vllm_relay.backend.probe import Probe, Shape
 from vllm_relay.sharing import Planner, predict, reads
-from vllm_relay.sharing.device import cpu_name, find_costs
+from vllm_relay.sharing.device import find_costs
 
 # Rounds go on until the median of the ratios is known to so much (its standard error), but not
 # longer than so many seconds per point.
@@ -32,12 +32,12 @@ class GridWorker:
 
 def _measure(probe: Probe, shape: Shape) -> dict[str, Any]:
     impl, common = probe.impl, probe.step(shape)
-    dtype = str(probe.cache(probe.layers[0]).dtype).removeprefix("torch.")
+    dtype = str(probe.dtype).removeprefix("torch.")
     found = find_costs(
         impl.num_heads,
         impl.num_kv_heads,
         impl.head_size,
-        device=cpu_name(probe.builder.isa),
+        device=probe.builder.device_name(),
         dtype=dtype,
         threads=torch.get_num_threads(),
     )

@@ -33,8 +33,15 @@ class Bench:
 
 
 def make_bench(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, isa: str, blocks: int
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    isa: str,
+    blocks: int,
+    kernels: str = "native",
 ) -> Bench:
+    """``kernels``: of relayed steps, "native" or "torch"."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(dtype=dtype),
         cache_config=SimpleNamespace(block_size=BLOCK),  # read by 0.27
@@ -47,7 +54,9 @@ def make_bench(
     impl.isa = isa
     layer = SimpleNamespace(isa=isa, layer_name="layer", _k_scale_float=1.0, _v_scale_float=1.0)
     impl.prepare(layer, BLOCK, dtype)
-    assert impl.refusal is None
+    assert impl.refusal is None and impl.not_native is None
+    if kernels == "torch":
+        impl.not_native = "PyTorch's are tested"
 
     builder = object.__new__(cpu.RelayMetadataBuilder)
     vars(builder).update(
@@ -69,6 +78,7 @@ def make_bench(
         _planner=Planner(BLOCK, reads(), 3),
         _forgone=0.0,
         _impls=[impl],
+        _native=cpu.RelayMetadataBuilder._choose_kernels([impl]),
         _relayed=False,
         _active=True,
     )

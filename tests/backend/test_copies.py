@@ -119,14 +119,14 @@ def test_a_layer_is_copied_once_and_sliced_for_shorter_segments() -> None:
     cache = torch.randn(10, 2, 4, 6)
     layout = _RowMajor()
     (segment,) = _copies((5, 6, 7))
-    keys, values = segment.layer("a", cache, layout, slice(0, 2))  # type: ignore[arg-type]
+    keys, values = segment.rows("a", cache, layout, slice(0, 2))  # type: ignore[arg-type]
     assert keys.shape == values.shape == (8, 2, 3)
     rows = cache.view(10, 2, 2, 4, 3)
     assert torch.equal(keys[4:].transpose(0, 1), rows[6, :, 0])
     assert torch.equal(values[:4].transpose(0, 1), rows[5, :, 1])
-    again, _ = segment.layer("a", cache, layout, slice(0, 3))  # type: ignore[arg-type]
+    again, _ = segment.rows("a", cache, layout, slice(0, 3))  # type: ignore[arg-type]
     assert again.data_ptr() == keys.data_ptr() and layout.calls == 1
-    later, _ = segment.layer("a", cache, layout, slice(1, 3))  # type: ignore[arg-type]
+    later, _ = segment.rows("a", cache, layout, slice(1, 3))  # type: ignore[arg-type]
     assert torch.equal(later[:4].transpose(0, 1), rows[6, :, 0])
-    segment.layer("b", cache, layout, slice(0, 1))  # type: ignore[arg-type]
+    segment.rows("b", cache, layout, slice(0, 1))  # type: ignore[arg-type]
     assert layout.calls == 2

@@ -1,6 +1,5 @@
 """Builder and implementation on the engine's own kernels and cache layouts, without an engine."""
 
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -10,6 +9,7 @@ from tests.backend.cpu_bench import BLOCK, assert_as_good, make_bench, make_step
 from vllm_relay import metrics
 from vllm_relay.backend import cpu, cpu_impl
 from vllm_relay.backend.copies import SegmentCopies
+from vllm_relay.ops.cpu import native
 
 # Rows 0, 3, 5 and 6 share three blocks, 1 and 4 two others, 2 and 7 nothing.
 TABLES = [[1, 2, 3, 10], [5, 6, 11, 12], [13, 14], [1, 2, 3, 15], [5, 6, 16], [1, 2, 3, 17, 18]]
@@ -18,18 +18,21 @@ LENS = [97, 128, 40, 120, 65, 160, 128, 1]
 
 # The last two have more query heads per KV head than AMX takes twice.
 SHAPES = [(4, 4, 64), (8, 2, 96), (8, 1, 128), (3, 3, 32), (6, 2, 256), (18, 2, 64), (32, 2, 128)]
-KINDS = [(torch.bfloat16, "vec"), (torch.float32, "vec")]
+KINDS = [(torch.bfloat16, "vec"), (torch.float32, "vec"), (torch.float16, "vec")]
 KINDS += [(torch.bfloat16, "vec16"), (torch.float32, "vec16"), (torch.bfloat16, "amx")]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
 @pytest.mark.parametrize(("dtype", "isa"), KINDS, ids=str)
+@pytest.mark.parametrize("kernels", ["native", "torch"])
 def test_groups_and_loners_are_as_exact_as_vllms_own_path(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, isa: str
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, isa: str, kernels: str
 ) -> None:
     if isa == "amx" and not torch.cpu._is_amx_tile_supported():
         pytest.skip("this CPU has no AMX")
-    bench = make_bench(heads, kv_heads, dim, dtype, isa, blocks=21)
+    if dtype == torch.float16 and kernels == "torch":
+        pytest.skip("vLLM's kernel does not tell an LSE in float16")
+    bench = make_bench(heads, kv_heads, dim, dtype, isa, 21, kernels)
     query = torch.randn(len(LENS), heads, dim).to(dtype)
     assert_as_good(*outputs(bench, make_step(TABLES, LENS), query), dtype)
     together = [0, 3, 5, 6]  # one group in batch order: nothing is gathered
@@ -39,7 +42,7 @@ def test_groups_and_loners_are_as_exact_as_vllms_own_path(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_context_whose_values_vanish_still_weighs(dtype: torch.dtype) -> None:
-    bench = make_bench(4, 2, 64, dtype, "vec", blocks=21)
+    bench = make_bench(4, 2, 64, dtype, "vec", 21, "torch")
     bench.values[10 * BLOCK : 11 * BLOCK, 1] = 0  # row 0's context, one KV head
     write(bench)
     query = torch.randn(len(LENS), 4, 64).to(dtype)
@@ -52,7 +55,7 @@ def test_a_context_whose_values_vanish_still_weighs(dtype: torch.dtype) -> None:
 
 
 def test_a_head_whose_values_are_all_zero_gives_zeros_without_a_detour() -> None:
-    bench = make_bench(4, 2, 64, torch.bfloat16, "vec", blocks=21)
+    bench = make_bench(4, 2, 64, torch.bfloat16, "vec", 21, "torch")
     bench.values[:, 1] = 0
     write(bench)
     query = torch.randn(len(LENS), 4, 64).bfloat16()
@@ -62,9 +65,10 @@ def test_a_head_whose_values_are_all_zero_gives_zeros_without_a_detour() -> None
     assert_as_good(relay, stock, exact, torch.bfloat16)
 
 
-def test_a_reused_block_is_read_anew() -> None:
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_a_reused_block_is_read_anew(kernels: str) -> None:
     dtype = torch.bfloat16
-    bench = make_bench(4, 2, 64, dtype, "vec", blocks=21)
+    bench = make_bench(4, 2, 64, dtype, "vec", 21, kernels)
     common = make_step(TABLES, LENS)
     query = torch.randn(len(LENS), 4, 64).to(dtype)
     assert_as_good(*outputs(bench, common, query), dtype)
@@ -94,7 +98,7 @@ def test_a_segment_over_the_memory_bound_is_cut_to_it_and_that_is_said_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dtype = torch.bfloat16
-    bench = make_bench(4, 2, 64, dtype, "vec", blocks=21)
+    bench = make_bench(4, 2, 64, dtype, "vec", 21, "torch")
     bench.builder._copies = SegmentCopies(bytes_per_block=1, max_bytes=2)
     monkeypatch.setattr(metrics, "_said", set())
     monkeypatch.setattr(metrics.logger, "propagate", True)
@@ -107,7 +111,8 @@ def test_a_segment_over_the_memory_bound_is_cut_to_it_and_that_is_said_once(
     assert len([r for r in caplog.records if "max_copy_gib" in r.getMessage()]) == 1
 
 
-def test_float16_is_left_to_vllm() -> None:
-    impl = make_bench(4, 2, 64, torch.bfloat16, "vec", blocks=2).impl
-    impl.prepare(SimpleNamespace(isa="vec"), BLOCK, torch.float16)
-    assert impl.refusal == "float16"
+def test_float16_is_left_to_vllm_without_our_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make_bench(4, 2, 64, torch.float16, "vec", blocks=2)
+    monkeypatch.setattr(native, "library", lambda: "no compiler")
+    bench.impl.prepare(bench.layer, BLOCK, torch.float16)
+    assert bench.impl.refusal == "float16"

@@ -51,11 +51,12 @@ def levels_of(metadata: cpu_impl.RelayMetadata) -> int:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kernels", ["native", "torch"])
 def test_levels_and_query_lengths_from_one_to_eight(
-    depth: int, seed: int, dtype: torch.dtype
+    depth: int, seed: int, dtype: torch.dtype, kernels: str
 ) -> None:
     rng = random.Random(10 * depth + seed)
-    bench = make_bench(6, 3, 64, dtype, "vec", BLOCKS)
+    bench = make_bench(6, 3, 64, dtype, "vec", BLOCKS, kernels)
     tables = tree(rng, depth)
     queries = [rng.randint(1, 8) for _ in tables]
     lens = [
@@ -68,8 +69,9 @@ def test_levels_and_query_lengths_from_one_to_eight(
     assert levels_of(bench.builder.build(0, step)) == depth
 
 
-def test_decodes_of_a_mixed_step_are_relayed_beside_prefills() -> None:
-    bench = make_bench(4, 2, 64, torch.bfloat16, "vec", BLOCKS)
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_decodes_of_a_mixed_step_are_relayed_beside_prefills(kernels: str) -> None:
+    bench = make_bench(4, 2, 64, torch.bfloat16, "vec", BLOCKS, kernels)
     prefix = [1, 2, 3]
     tables = [[*prefix, 10], [20, 21, 22, 23], [*prefix, 11], [*prefix, 30, 31], [*prefix, 12]]
     # decode, a prefill from its first token on, decode, a prefill behind the prefix, a draft
@@ -78,8 +80,10 @@ def test_decodes_of_a_mixed_step_are_relayed_beside_prefills() -> None:
     query = torch.randn(sum(queries), 4, 64).bfloat16()
     assert_as_good(*outputs(bench, step, query), torch.bfloat16)
     metadata = bench.builder.build(0, step)
-    assert metadata.relay.context.num_actual_tokens == 1 + 1 + 64 + 5
-    assert metadata.relay.rest.num_actual_tokens == 128
+    assert [(g.begin, g.end) for g in metadata.relay.levels[0]] == [(0, 1 + 1 + 64 + 5)]
+    if kernels == "torch":
+        assert metadata.relay.context.num_actual_tokens == 1 + 1 + 64 + 5
+        assert metadata.relay.rest.num_actual_tokens == 128
 
 
 def test_a_context_that_vanishes_still_weighs_at_every_query_of_a_row() -> None:
@@ -110,7 +114,7 @@ def relayed(bench: Bench, step: object) -> list[list[tuple[int, int]]] | None:
 
 
 def test_a_segment_is_copied_once_steps_have_forgone_what_the_copy_costs() -> None:
-    bench = make_bench(4, 2, 64, torch.bfloat16, "vec", BLOCKS)
+    bench = make_bench(4, 2, 64, torch.bfloat16, "vec", BLOCKS, "torch")
     tables, lens = [[1, 2, 10], [1, 2, 11], [1, 2, 12]], [70, 80, 90]
     # a step saves 2 * 64 reads, the copy costs 64 * 5: two steps are not enough
     timed(bench, copy=5.0)
@@ -151,7 +155,7 @@ def test_the_planner_is_asked_once_for_steps_that_did_not_change(
 
 
 def test_a_group_that_is_cut_is_predicted_anew() -> None:
-    bench = make_bench(4, 2, 64, torch.bfloat16, "vec", BLOCKS)
+    bench = make_bench(4, 2, 64, torch.bfloat16, "vec", BLOCKS, "torch")
     tables = [[1, 2, 3, 4, 10], [1, 2, 3, 4, 11], [1, 2, 3, 4, 12]]
     step = make_step(tables, [130, 140, 150])
     # Whole it saves 2 * 128 reads, cut to one block 2 * 32; a relayed step costs 100.
@@ -162,7 +166,7 @@ def test_a_group_that_is_cut_is_predicted_anew() -> None:
 
 
 def test_what_a_copied_group_saves_does_not_pay_for_others() -> None:
-    bench = make_bench(4, 2, 64, torch.bfloat16, "vec", BLOCKS)
+    bench = make_bench(4, 2, 64, torch.bfloat16, "vec", BLOCKS, "torch")
     prompt, document = [1, 2, 3, 4], [5]
     tables = [[*prompt, 10 + i] for i in range(6)]
     lens = [132] * 6

@@ -4,7 +4,7 @@ Every kernel is timed on steps of many sizes, and its constants are fitted to th
 squares of the relative errors, none below zero (a launch does not give time back).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, astuple
 from datetime import date
 from typing import Any
@@ -13,11 +13,10 @@ import numpy as np
 import torch
 
 from vllm_relay import __version__
+from vllm_relay.backend import calibrate_native, calibrate_torch
 from vllm_relay.backend.probe import Probe, Shape
-from vllm_relay.ops import system_attention
-from vllm_relay.ops.cpu.fusion import fuse_into
 from vllm_relay.sharing import predict, reads
-from vllm_relay.sharing.device import Constants, Kernel, cache_bytes, cpu_name
+from vllm_relay.sharing.device import Constants, Kernel, cache_bytes
 from vllm_relay.sharing.search import Planner
 
 # Rows alone, decoding: they read memory. Then rows that share what caches hold; then several query
@@ -50,8 +49,8 @@ class Calibrator:
 
 
 def _measure(probe: Probe) -> Measurement:
-    impl = probe.impl
-    dtype = probe.cache(probe.layers[0]).dtype
+    impl, dtype = probe.impl, probe.dtype
+    timed: Any = calibrate_native if probe.builder._native else calibrate_torch
     query = impl.num_heads * impl.head_size * dtype.itemsize
     kv = 2 * impl.num_kv_heads * impl.head_size * dtype.itemsize
     flops = 4 * impl.num_heads * impl.head_size
@@ -65,22 +64,29 @@ def _measure(probe: Probe) -> Measurement:
     stock, errors["stock"] = fit([_work(shape, near) for shape in steps] * units, times)
 
     steps = [shape for shape in (*ALONE, *SEVERAL) if probe.fits(shape)]
-    times = [probe.seconds(_context(probe, shape)) for shape in steps]
+    times = [probe.seconds(timed.context(probe, shape)) for shape in steps]
     context, errors["context"] = fit([_work(shape, near) for shape in steps] * units, times)
 
-    work, times = [], []
-    for queries, tokens in SEGMENTS:
+    work, segments = [], [x for x in SEGMENTS if x[1] < probe.blocks * probe.block]
+    for queries, tokens in segments:
         work.append([1, queries, tokens, 0, 0, queries * tokens])
-        times.append(probe.seconds(_system(probe, queries, tokens, dtype)))
+    times = [probe.seconds(timed.system(probe, *x)) for x in segments]
     system, errors["system"] = fit(work * units, times)
+    packed = None
+    if probe.builder._native:
+        times = [probe.seconds(timed.system(probe, *x, packed=True)) for x in segments]
+        packed, errors["packed"] = fit(work * units, times)
 
     fusions = [(2, 8), (2, 128), (3, 64), (4, 256)]
     work = [[1, partials * tokens * query] for partials, tokens in fusions]
-    times = [probe.seconds(_fusion(probe, *x, dtype)) for x in fusions]
+    times = [probe.seconds(timed.fusion(probe, *x)) for x in fusions]
     (fuse, fusion), errors["fusion"] = fit(np.array(work, dtype=float), times)
 
+    blocks = min(8, probe.blocks - 1)
+    copy = probe.seconds(timed.copy(probe, blocks)) / (blocks * probe.block)
+    alone = Kernel(*context)
     found = Constants(
-        device=cpu_name(probe.builder.isa),
+        device=probe.builder.device_name(),
         threads=torch.get_num_threads(),
         heads=impl.num_heads,
         kv_heads=impl.num_kv_heads,
@@ -88,13 +94,14 @@ def _measure(probe: Probe) -> Measurement:
         dtype=str(dtype).removeprefix("torch."),
         cache=cache,
         stock=Kernel(*stock),
-        context=_not_faster(Kernel(*context), Kernel(*stock)),
+        context=alone if packed else _not_faster(alone, Kernel(*stock)),
         system=Kernel(*system),
         fusion=float(fusion),
         step=0.0,
         level=float(fuse),
-        copy=_copy(probe) / kv,
+        copy=copy / kv,
         measured=f"{date.today()}, vllm-relay {__version__}",
+        packed=Kernel(*packed) if packed else None,
     )
     step, errors["whole"] = _rest(probe, found)
     return {"constants": asdict(found) | {"step": step}, "errors": errors}
@@ -132,71 +139,8 @@ def fit(work: Any, times: Iterable[float]) -> tuple[tuple[float, ...], float]:
 
 
 def _not_faster(context: Kernel, stock: Kernel) -> Kernel:
-    """Context attention is vLLM's kernel and more: where a fit says otherwise it is noise."""
+    """Context attention on vLLM's kernel is that and more: where a fit differs it is noise."""
     return Kernel(*map(max, astuple(context), astuple(stock)))
-
-
-def _context(probe: Probe, shape: Shape) -> Callable[[], Any]:
-    """Context attention of rows alone, with the LSE."""
-    common = probe.step(shape)
-    lens = common.seq_lens.numpy()
-    queries = np.full(shape.rows, shape.queries, dtype=np.int32)
-    tables = common.block_table_tensor.numpy()
-    metadata, twice = probe.builder._context(common, tables, lens, queries)
-    query = probe.query(common)
-    lse = torch.zeros(query.shape[1], query.shape[0])
-
-    def call() -> Any:
-        layer = probe.next_layer()
-        return layer.impl.attend_context(
-            layer, query, probe.cache(layer), metadata, twice, [query], [lse]
-        )
-
-    return call
-
-
-def _system(probe: Probe, queries: int, tokens: int, dtype: torch.dtype) -> Callable[[], Any]:
-    impl = probe.impl
-    query = torch.randn(queries, impl.num_heads, impl.head_size).to(dtype)
-    # One per layer, head-major as the copies are.
-    keys, values = (
-        torch.randn(len(probe.layers), impl.num_kv_heads, tokens, impl.head_size).to(dtype)
-        for _ in range(2)
-    )
-    turn = 0
-
-    def call() -> Any:
-        nonlocal turn
-        turn = (turn + 1) % len(keys)
-        k, v = keys[turn].transpose(0, 1), values[turn].transpose(0, 1)
-        return system_attention(query, k, v, scale=impl.scale)
-
-    return call
-
-
-def _fusion(probe: Probe, partials: int, tokens: int, dtype: torch.dtype) -> Callable[[], Any]:
-    impl = probe.impl
-    shape = (partials, tokens, impl.num_heads, impl.head_size)
-    outs = list(torch.randn(shape).to(dtype))
-    lses = list(torch.randn(partials, impl.num_heads, tokens))
-    index = torch.randperm(tokens)
-    out = torch.empty_like(outs[0])
-    return lambda: fuse_into(out, index, [outs[0][index], *outs[1:]], lses)
-
-
-def _copy(probe: Probe) -> float:
-    """Seconds to copy one KV token of one layer."""
-    blocks = min(8, probe.blocks - 1)
-    ids = list(range(1, blocks + 1))
-    layout, impl = probe.impl._layout, probe.impl
-    assert layout is not None
-
-    def call() -> None:
-        cache = probe.cache(probe.next_layer())
-        keys = cache.new_empty(impl.num_kv_heads, blocks * probe.block, impl.head_size)
-        layout.copy_rows(cache, ids, keys, torch.empty_like(keys))
-
-    return probe.seconds(call) / (blocks * probe.block)
 
 
 def _rest(probe: Probe, found: Constants) -> tuple[float, float]:
@@ -210,9 +154,9 @@ def _rest(probe: Probe, found: Constants) -> tuple[float, float]:
         planner = Planner(probe.block, reads(), 1)
         queries = np.full(shape.rows, shape.queries, dtype=np.int32)
         choice = planner.plan(common.block_table_tensor.numpy(), common.seq_lens.numpy(), queries)
-        # No row is left to vLLM's own kernel.
-        predicted.append(predict(choice.forest, choice.shape, costs) - costs.stock.call)
-    rest = np.array(taken) - np.array(predicted)
-    step = max(float(np.median(rest)), 0.0)
+        # No row is left to the kernel of rows in no group.
+        rest = costs.beside_groups().stock.call
+        predicted.append(predict(choice.forest, choice.shape, costs) - rest)
+    step = max(float(np.median(np.array(taken) - np.array(predicted))), 0.0)
     errors = np.abs((np.array(predicted) + step) / np.array(taken) - 1)
     return step, float(np.median(errors))

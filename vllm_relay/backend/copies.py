@@ -1,8 +1,9 @@
-"""Row-major copies of shared segments, kept from step to step, and why they are never stale.
+"""Copies of shared segments, kept from step to step, and why they are never stale.
 
-The torch kernel for system attention wants dense keys and values; the CPU engine's blocks are
-neither dense nor row-major. A copy is made once per segment and layer and reused while it is true:
-nothing derived from the contents of blocks may outlive an unbroken reference on those blocks.
+Torch's kernel for system attention wants dense keys and values, which the CPU engine's blocks are
+not; our own kernels read blocks, and packed keys and values faster. A copy is made once per segment
+and layer and reused while it is true: nothing derived from the contents of blocks may outlive an
+unbroken reference on those blocks.
 
 A block's contents change when a forward pass writes a slot of it, and each pass is announced to the
 metadata builder of its KV cache group with the slots that it will write. So
@@ -18,18 +19,21 @@ the exception: it writes the blocks of system KVs before the first pass, and aft
 prefix cache once more what they held; no other token is ever written there while they are pinned.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from vllm_relay.backend.layout import BlockLayout
 
+T = TypeVar("T")
+
 
 @dataclass(eq=False)
 class SegmentCopy:
-    """Row-major keys and values of one run of blocks, filled layer by layer on first use.
+    """Keys and values of one run of blocks in another form, made layer by layer on first use.
 
     ``start`` is the column of the first block: its owners hold them there.
     """
@@ -37,12 +41,19 @@ class SegmentCopy:
     block_ids: np.ndarray
     start: int
     nbytes: int
-    _layers: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False)
+    _layers: dict[str, Any] = field(default_factory=dict, repr=False)
 
-    def layer(
+    def layer(self, name: str, make: Callable[[], T]) -> T:
+        """What this copy holds of the layer of that name; made by ``make`` the first time."""
+        if name not in self._layers:
+            self._layers[name] = make()
+        held: T = self._layers[name]
+        return held
+
+    def rows(
         self, name: str, kv_cache: torch.Tensor, layout: BlockLayout, blocks: slice
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of some of its blocks in one layer.
+        """Keys and values of some of its blocks in one layer, row by row.
 
         Args:
             name: the layer's name. kv_cache: its blocks ``[num_blocks, H, block_size, 2 * D]``.
@@ -52,13 +63,15 @@ class SegmentCopy:
             Two views ``[tokens of the blocks, H, D]`` in kv_cache's dtype, head-major in memory.
         """
         block_size, dim = kv_cache.shape[2], kv_cache.shape[3] // 2
-        if name not in self._layers:
+
+        def copy() -> tuple[torch.Tensor, torch.Tensor]:
             shape = (kv_cache.shape[1], len(self.block_ids) * block_size, dim)
             keys, values = kv_cache.new_empty(shape), kv_cache.new_empty(shape)
             layout.copy_rows(kv_cache, self.block_ids.tolist(), keys, values)
-            self._layers[name] = keys, values
-        keys, values = self._layers[name]
+            return keys, values
+
         tokens = slice(blocks.start * block_size, blocks.stop * block_size)
+        keys, values = self.layer(name, copy)
         return keys[:, tokens].transpose(0, 1), values[:, tokens].transpose(0, 1)
 
 

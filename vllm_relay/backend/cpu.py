@@ -1,9 +1,11 @@
 """The relay backend on vLLM's CPU engine: thin subclasses of vLLM's own ``CPU_ATTN``.
 
-A step with groups runs, per layer: system attention per level, vLLM's own kernel over what is left
-of the grouped rows, and relay fusion of them all; rows in no group go to vLLM's kernel as they are.
-Every other step, and every layer that the split does not cover, is vLLM's own code on vLLM's own
-metadata. Rows may have any number of query tokens: decodes, drafts to verify, prefills.
+A step with groups runs, per layer, one call of our own kernels: system attention of every level,
+the contexts of all rows, and relay fusion. Without those kernels it runs system attention per level
+with PyTorch's, vLLM's own over what is left of the grouped rows, and fusion; rows in no group go to
+vLLM's kernel as they are. Every other step, and every layer that the split does not cover, is
+vLLM's own code on vLLM's own metadata. Rows may have any number of query tokens: decodes, drafts to
+verify, prefills.
 """
 
 import copy
@@ -22,8 +24,10 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm_relay import metrics
 from vllm_relay.backend.copies import SegmentCopies, SegmentCopy, written_blocks
 from vllm_relay.backend.cpu_impl import RelayImpl, RelayMetadata
+from vllm_relay.backend.cpu_native import NativeStep, make_step
 from vllm_relay.backend.metadata import GroupStep, RelayStep
 from vllm_relay.config import RelayConfig, only_system_kv
+from vllm_relay.ops.cpu import native
 from vllm_relay.sharing import (
     Choice,
     Costs,
@@ -39,6 +43,7 @@ from vllm_relay.sharing import (
 from vllm_relay.sharing.device import SHIPPED, cpu_name, find_costs
 
 LEVELS = 3
+IN_PLACE = (None, slice(0))
 # Of each group of each level: a copy and which of its blocks.
 Copies = list[list[tuple[SegmentCopy, slice]]]
 
@@ -74,6 +79,7 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         for layer in layers.values():
             layer.impl.prepare(layer, self._block, kv_cache_spec.dtype)
         self._impls = [layer.impl for layer in layers.values()]
+        self._native = self._choose_kernels(self._impls)
         self._relayed = False
         self._active = self._decide(vllm_config, self._impls)
         self._bytes_per_token = sum(
@@ -116,6 +122,14 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
             metrics.say_once(f"layers with {refusal} stay on vLLM's own CPU attention")
         return any(impl.refusal is None for impl in impls)
 
+    @staticmethod
+    def _choose_kernels(impls: list["RelayImpl"]) -> bool:
+        """Whether our own kernels run relayed steps; says why not."""
+        reasons = {impl.not_native for impl in impls if impl.refusal is None} - {None}
+        for reason in sorted(map(str, reasons)):
+            metrics.say_once(f"PyTorch's kernels are used in place of our own: {reason}")
+        return not reasons
+
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> CPUAttentionMetadata:
@@ -136,6 +150,10 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         """vLLM's own: a draft model's steps are short, and its blocks are not counted twice."""
         return super().build(0, common_attn_metadata, fast_build=True)
 
+    def device_name(self) -> str:
+        """This machine and the kernels in use, as costs are kept by."""
+        return cpu_name(self.isa, native.loaded().isa if self._native else "torch")
+
     def _find_costs(self, impls: list["RelayImpl"]) -> Costs:
         """What the planner goes by: KV reads where a setting says so, else predicted time."""
         least = self._config.min_saved_tokens
@@ -146,7 +164,7 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
             "heads": impl.num_heads,
             "kv_heads": impl.num_kv_heads,
             "head_size": impl.head_size,
-            "device": cpu_name(self.isa),
+            "device": self.device_name(),
             "dtype": str(self.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
         }
@@ -159,7 +177,7 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
             metrics.say_once(f"{found.source}; `vllm-relay calibrate` measures it")
         return found.costs.with_margin(found.margin)
 
-    def _plan_step(self, common: Any) -> RelayStep | None:
+    def _plan_step(self, common: Any) -> RelayStep | NativeStep | None:
         rows = common.num_reqs
         table = common.block_table_tensor[:rows].numpy()
         lens = common.seq_lens[:rows].numpy()
@@ -168,16 +186,89 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
             slots = common.slot_mapping[: common.num_actual_tokens].numpy()
             computed = (lens - queries) // self._block
             self._copies.begin_step(table, computed, written_blocks(slots, self._block))
-        step, plan = None, None
+        step: RelayStep | NativeStep | None = None
+        plan = None
         if rows > 1 and common.causal is True:
             choice = self._planner.plan(table, lens, queries)
-            if choice.forest.levels:
+            if choice.forest.levels and self._native:
+                packed = self._pack_segments(choice, table)
+                plan = make_plan(choice.forest, table, lens)
+                assert plan is not None  # there are groups
+                step = self._native_step(common, plan, packed, queries)
+            elif choice.forest.levels:
                 forest, copies = self._copy_segments(choice, table)
                 plan = make_plan(forest, table, lens)
                 if plan is not None:
                     step = self._step(common, plan, copies, queries)
         metrics.count_step(plan, self._bytes_per_token)
         return step
+
+    def _pack_segments(
+        self, choice: Choice, table: np.ndarray
+    ) -> list[list[tuple[SegmentCopy, slice] | None]]:
+        """Of each group of a choice its packed segment, None where it is read in place.
+
+        Packing takes about as long as some tens of steps gain from it, and nobody knows how many
+        will come: it is done once steps have forgone as much (see `_copy_segments`).
+        """
+        system, packed = self._costs.system, self._costs.packed or self._costs.system
+        found: list[list[tuple[SegmentCopy, slice] | None]] = []
+        in_use, missing, gain = [], [], 0.0
+        for level in choice.forest.levels:
+            found.append([])
+            for group in level:
+                start, blocks = group.segment.start, table[group.rows[0]]
+                held = self._copies.find(blocks[start : group.segment.end], start)
+                if held is not None and held[1].stop - held[1].start < group.segment.blocks:
+                    held = None
+                if held is not None:
+                    in_use.append(held[0])
+                else:
+                    missing.append((len(found) - 1, len(found[-1]), group))
+                    tokens = group.segment.blocks * self._block
+                    queries = choice.shape.query_lens[group.rows].sum()
+                    gain += (system.first - packed.first) * tokens
+                    gain += (system.pair - packed.pair) * tokens * float(queries)
+                found[-1].append(held)
+        price = self._costs.copy * self._block * sum(g.segment.blocks for _, _, g in missing)
+        self._forgone = min(self._forgone + max(gain, 0.0), price)
+        if missing and self._forgone >= price:
+            self._forgone = 0.0
+            for level_index, index, group in missing:
+                start, blocks = group.segment.start, table[group.rows[0]]
+                held = self._copies.get(blocks[start : group.segment.end], start, in_use)
+                if held is not None and held[1].stop - held[1].start == group.segment.blocks:
+                    in_use.append(held[0])
+                    found[level_index][index] = held
+        return found
+
+    def _native_step(
+        self,
+        common: Any,
+        plan: RelayPlan,
+        packed: list[list[tuple[SegmentCopy, slice] | None]],
+        queries: np.ndarray,
+    ) -> NativeStep:
+        starts = common.query_start_loc[: common.num_reqs + 1].numpy()
+        loners = np.setdiff1d(np.arange(common.num_reqs), plan.rows, assume_unique=True)
+        rows = np.concatenate([plan.rows, loners])
+        offsets = np.concatenate([[0], queries[plan.rows].cumsum()])
+        levels = []
+        for level, of_level in zip(plan.levels, packed, strict=True):
+            bounds = offsets[level.cu_rows].tolist()
+            sequences = zip(bounds[:-1], bounds[1:], level.groups.tolist(), strict=True)
+            levels.append(
+                [
+                    None if group < 0 else GroupStep(begin, end, *(of_level[group] or IN_PLACE))
+                    for begin, end, group in sequences
+                ]
+            )
+        tokens = _tokens(rows, starts)
+        ordered = np.array_equal(tokens, np.arange(common.num_actual_tokens))
+        impl = next(impl for impl in self._impls if impl.refusal is None)
+        return make_step(
+            plan, levels, rows, queries[rows], None if ordered else tokens, impl, self.dtype
+        )
 
     def _copy_segments(self, choice: Choice, table: np.ndarray) -> tuple[Forest, Copies]:
         """The best of the chosen groups that are copied or are worth it, and their copies.

@@ -8,6 +8,7 @@ import torch
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
+from vllm_relay.backend.cpu_native import NativeStep
 from vllm_relay.backend.layout import BlockLayout, find_layout
 from vllm_relay.backend.metadata import RelayStep
 from vllm_relay.backend.sink_lse import (
@@ -17,6 +18,7 @@ from vllm_relay.backend.sink_lse import (
     sinks_for_both,
 )
 from vllm_relay.ops import system_attention
+from vllm_relay.ops.cpu import native
 from vllm_relay.ops.cpu.fusion import fuse_into
 from vllm_relay.ops.system import level_attention
 
@@ -25,7 +27,7 @@ from vllm_relay.ops.system import level_attention
 class RelayMetadata(CPUAttentionMetadata):
     """vLLM's metadata of a step that is relayed; other steps carry vLLM's own class."""
 
-    relay: RelayStep | None = None
+    relay: RelayStep | NativeStep | None = None
 
 
 class RelayImpl(CPUAttentionBackendImpl):
@@ -35,6 +37,8 @@ class RelayImpl(CPUAttentionBackendImpl):
         super().__init__(*args, **kwargs)
         self.refusal = self._refusal()
         self._layout: BlockLayout | None = None
+        # Why our own kernels do not serve this layer; None where they do.
+        self.not_native: str | None = "nothing is known of its KV blocks"
 
     def _refusal(self) -> str | None:
         """What about this layer the split does not cover, or None."""
@@ -64,9 +68,6 @@ class RelayImpl(CPUAttentionBackendImpl):
 
         The layer is left to vLLM when that fails.
         """
-        if dtype == torch.float16:
-            # Its range is too small for `sink_lse`.
-            self.refusal = self.refusal or "float16"
         if self.refusal is None:
             self._layout = find_layout(
                 lambda key, value, cache, slots: self.do_kv_cache_update(
@@ -79,6 +80,14 @@ class RelayImpl(CPUAttentionBackendImpl):
             )
             if self._layout is None:
                 self.refusal = "a KV layout that relay cannot read"
+                return
+            self.not_native = native.unusable(dtype, self.head_size)
+            one = torch.empty(1, self.num_kv_heads, block_size, 2 * self.head_size, dtype=dtype)
+            if self.not_native is None and self._layout.for_kernels(one) is None:
+                self.not_native = "the engine's KV blocks are laid out in an unknown way"
+            if dtype == torch.float16 and self.not_native is not None:
+                # Its range is too small for `sink_lse`.
+                self.refusal = "float16"
 
     def forward_relayed(
         self,
@@ -101,6 +110,10 @@ class RelayImpl(CPUAttentionBackendImpl):
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
             )
+        if isinstance(step, NativeStep):
+            assert self._layout is not None  # or the layer would be refused
+            step.run(layer, self._layout, query, kv_cache, output)
+            return output
         if step.rest is not None:
             q = query[step.loners]  # for key and value too, see `attend_context`
             rest = torch.empty_like(q)
@@ -125,9 +138,10 @@ class RelayImpl(CPUAttentionBackendImpl):
                 (
                     group.begin,
                     group.end,
-                    *group.copy.layer(layer.layer_name, kv_cache, self._layout, group.blocks),
+                    *group.copy.rows(layer.layer_name, kv_cache, self._layout, group.blocks),
                 )
                 for group in level
+                if group.copy is not None
             ]
             out, lse = level_attention(query, groups, scale=self.scale)
             outs.append(out)

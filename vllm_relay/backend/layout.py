@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_relay.ops.cpu import native
+from vllm_relay.ops.cpu.native import Layout, Operand
+
 # Numbers up to 2 ** 7 are exact in every dtype, so positions are written as digits of this base.
 _BASE = 128
 
@@ -23,6 +26,11 @@ class _Axis:
     inner: int
     outer_stride: int
     inner_stride: int
+
+    @property
+    def stride(self) -> int | None:
+        """Between all neighbours, if it is one."""
+        return self.outer_stride if self.inner == 1 else None
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,30 @@ class _Operand:
             kv_cache.storage_offset() + self.offset,
         )
 
+    def for_kernels(self, kv_cache: torch.Tensor, columns: _Axis, steps: _Axis) -> Operand | None:
+        """As the CPU kernels read it: the product that needs it has one axis for columns."""
+        if columns.stride == 1 and steps.stride is not None:
+            kind, stride, panel = native.ROWS, steps.stride, 0
+        elif steps.stride == 1 and columns.stride is not None:
+            kind, stride, panel = native.ACROSS, columns.stride, 0
+        elif (
+            # What the engine's kernels for AMX read is what ours read.
+            (steps.inner, steps.inner_stride) == (2, 1)
+            and (columns.inner, columns.inner_stride) == (16, 2)
+            and native.packs_pairs_of_16(kv_cache.dtype)
+        ):
+            kind, stride, panel = native.PANELS, steps.outer_stride, columns.outer_stride
+        else:
+            return None
+        return Operand(
+            base=kv_cache.data_ptr() + self.offset * kv_cache.itemsize,
+            stride=stride,
+            panel=panel,
+            head=kv_cache.stride(1),
+            block=kv_cache.stride(0),
+            kind=kind,
+        )
+
 
 @dataclass(frozen=True)
 class BlockLayout:
@@ -55,6 +87,16 @@ class BlockLayout:
 
     key: _Operand
     value: _Operand
+
+    def for_kernels(self, kv_cache: torch.Tensor) -> Layout | None:
+        """The cache ``[num_blocks, H, block_size, 2 * D]`` for the CPU kernels; None where they
+        cannot read this layout in place, or blocks of this size."""
+        blocks, _, block_size, _ = kv_cache.shape
+        key = self.key.for_kernels(kv_cache, self.key.token, self.key.channel)
+        value = self.value.for_kernels(kv_cache, self.value.channel, self.value.token)
+        if key is None or value is None or block_size % native.PIECE:
+            return None
+        return Layout(key, value, block_size, blocks)
 
     def copy_rows(
         self, kv_cache: torch.Tensor, block_ids: list[int], keys: torch.Tensor, values: torch.Tensor

@@ -10,11 +10,14 @@ from vllm_relay.backend.copies import SegmentCopy
 
 @dataclass(frozen=True)
 class GroupStep:
-    """Tokens ``[begin, end)`` of the relay order attend to ``blocks`` of ``copy``."""
+    """Tokens ``[begin, end)`` of the relay order attend to ``blocks`` of ``copy``.
+
+    Without a copy (our own kernels alone) they attend to the segment where it lies.
+    """
 
     begin: int
     end: int
-    copy: SegmentCopy
+    copy: SegmentCopy | None
     blocks: slice
 
 

@@ -65,6 +65,7 @@ class Probe:
         self.layers = [layer for layer in found.values() if layer.impl.refusal is None]
         self.impl: RelayImpl = self.layers[0].impl
         self.block: int = self.builder._block
+        self.dtype: torch.dtype = self.cache(self.layers[0]).dtype
         self._flush = torch.zeros(_FLUSH_BYTES // 4)
         self._turn = 0
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -115,7 +116,7 @@ class Probe:
         """Queries of a step, ``[T, Hq, D]``; of one shape always the same."""
         shape = (common.num_actual_tokens, self.impl.num_heads, self.impl.head_size)
         generator = torch.Generator().manual_seed(shape[0])
-        return torch.randn(shape, generator=generator).to(self.cache(self.layers[0]).dtype)
+        return torch.randn(shape, generator=generator).to(self.dtype)
 
     def stock(self, common: CommonAttentionMetadata) -> Callable[[], torch.Tensor]:
         """vLLM's own attention of a step, one layer per call."""

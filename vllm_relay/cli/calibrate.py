@@ -118,9 +118,10 @@ def _table(found: "Constants", errors: dict[str, float]) -> Table:
     columns = ("", "call", "first reads", "repeated reads", "arithmetic", "off by")
     for name in columns:
         table.add_column(name, justify="right" if name else "left")
-    for title, name in (
-        ("vLLM's own", "stock"), ("context", "context"), ("system", "system")
-    ):  # fmt: skip
+    kernels = {"vLLM's own": "stock", "context": "context", "system": "system"}
+    if found.packed is not None:
+        kernels["system, packed"] = "packed"
+    for title, name in kernels.items():
         kernel = getattr(found, name)
         table.add_row(
             title,

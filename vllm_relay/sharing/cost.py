@@ -11,7 +11,8 @@ row's KV exceeds a core's own cache, and arithmetic. vLLM's
 own kernel reads every row's sequence; what rows share comes from memory once (where the machine's
 cache holds it) and is read by each. With groups, system attention reads each segment once for all
 its queries and never per row; context attention reads what is left of the rows in groups; and
-fusion takes time per query token and partial. Rows in no group stay with vLLM's own kernel.
+fusion takes time per query token and partial. Rows in no group stay with vLLM's own kernel, or go
+to the kernel of contexts with the others, where that takes them in the same call.
 
 The memory traffic of a prefix that is in no group is charged to the rows that hold it in equal
 parts. So predicted time is a sum over groups and rows, and the best groups can be found exactly.
@@ -59,6 +60,8 @@ class Costs:
         step: seconds that a relayed step takes in addition, whatever is in it. level: per level.
         copy: seconds to copy one KV token of a segment, where system attention wants it elsewhere
             than in the KV cache; paid once per segment, not in the predictions.
+        packed: system attention of segments that have been copied, where it can do without.
+        rest: what rows in no group of a relayed step cost; as ``stock`` where None.
     """
 
     stock: KernelCosts
@@ -68,6 +71,12 @@ class Costs:
     step: float = 0.0
     level: float = 0.0
     copy: float = 0.0
+    packed: KernelCosts | None = None
+    rest: KernelCosts | None = None
+
+    def beside_groups(self) -> "Costs":
+        """With the kernel for rows in no group of a relayed step in the place of vLLM's own."""
+        return replace(self, stock=self.rest or self.stock)
 
     def with_margin(self, margin: float) -> "Costs":
         """These costs with the relayed path slower by ``margin`` (0.1: by 10 %)."""
@@ -76,6 +85,8 @@ class Costs:
             self,
             context=self.context.times(factor),
             system=self.system.times(factor),
+            packed=self.packed and self.packed.times(factor),
+            rest=self.rest and self.rest.times(factor),
             fusion=factor * self.fusion,
             step=factor * self.step,
             level=factor * self.level,
@@ -144,11 +155,12 @@ def predict_stock(shape: StepShape, costs: Costs) -> float:
 def predict(forest: Forest, shape: StepShape, costs: Costs) -> float:
     """Seconds per layer that a step takes with these groups; without any, `predict_stock`.
 
-    vLLM's own kernel is charged its call even when every row is in a group.
+    The kernel for rows in no group is charged its call even when every row is in one.
     """
-    total = predict_stock(shape, costs)
     if not forest.levels:
-        return total
+        return predict_stock(shape, costs)
+    costs = costs.beside_groups()
+    total = predict_stock(shape, costs)
     size, context, system, stock = shape.block_size, costs.context, costs.system, costs.stock
     queries = shape.query_lens.astype(np.int64)
     end = np.zeros(len(queries), dtype=np.int64)

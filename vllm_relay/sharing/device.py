@@ -10,7 +10,7 @@ import os
 import platform
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,8 @@ class Constants:
         heads, kv_heads, head_size, dtype: of the layers.
         cache: bytes of a core's own cache, which keys and values of one head fill.
         fusion: seconds per byte of a partial. step, level: seconds. copy: seconds per byte of KV.
+        packed: system attention of copied segments, where it can do without; then one call has the
+            rows in no group, too.
         measured: when and with what, in words.
     """
 
@@ -72,6 +74,7 @@ class Constants:
     level: float
     copy: float
     measured: str = ""
+    packed: Kernel | None = None
 
     def costs(self, heads: int, kv_heads: int, head_size: int, dtype: str) -> Costs:
         """The costs of a head shape, in seconds per KV token, query token and pair of them."""
@@ -99,6 +102,9 @@ class Constants:
             step=self.step,
             level=self.level,
             copy=self.copy * kv,
+            packed=of(self.packed) if self.packed else None,
+            # Its call is charged as that of the contexts.
+            rest=replace(of(self.context), call=0.0) if self.packed else None,
         )
 
     def shape(self) -> tuple[str, int, int, int, int, str]:
@@ -119,6 +125,8 @@ class Constants:
         values = dict(given)
         for name in ("stock", "context", "system"):
             values[name] = _checked(Kernel, values.get(name))
+        if values.get("packed") is not None:
+            values["packed"] = _checked(Kernel, values["packed"])
         return _checked(cls, values)
 
 
@@ -242,16 +250,19 @@ def cache_bytes() -> int:
 
 
 @cache
-def cpu_name(isa: str = "") -> str:
-    """This machine's CPU and what its kernels are written for; ``isa`` as vLLM's CPU engine says.
+def cpu_name(isa: str = "", kernels: str = "") -> str:
+    """This machine's CPU and what its kernels are written for.
 
     Virtual machines often hide the model: the name alone may stand for several.
+
+    Args:
+        isa: as vLLM's CPU engine says. kernels: the instruction set of ours, or "torch".
     """
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     named = re.search(r"model name\s*:\s*(.+)", text)
     name = named[1].strip() if named else platform.processor() or platform.machine()
-    return f"{name} ({isa})" if isa else name
+    return f"{name} ({', '.join(filter(None, (isa, kernels)))})" if isa else name
 
 
 def _with(threads: int | None) -> str:
@@ -269,7 +280,7 @@ def _checked(kind: type[Any], given: Any) -> Any:
     if not isinstance(given, dict):
         raise ValueError(f"{kind.__name__.lower()}: expected an object, got {given!r}")
     types = {field.name: field.type for field in fields(kind)}
-    unknown, missing = set(given) - set(types), set(types) - set(given) - {"measured"}
+    unknown, missing = set(given) - set(types), set(types) - set(given) - {"measured", "packed"}
     if unknown or missing:
         raise ValueError(f"unknown or missing: {', '.join(sorted(unknown | missing))}")
     for name, value in given.items():

@@ -225,7 +225,7 @@ class _Search:
     """
 
     def __init__(self, shape: StepShape, costs: Costs, levels: int, nest: frozenset[int]) -> None:
-        self.shape, self.costs = shape, costs
+        self.shape, self.costs = shape, costs.beside_groups()
         self.trie = thin(shape.trie, MOST_NODES)
         # Nodes whose groups hold all rows below them; nodes of groups that only one row stayed in.
         self.nest, self.lonely = nest, frozenset[int]()

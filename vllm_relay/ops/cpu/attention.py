@@ -52,10 +52,10 @@ def call_for(
     )
 
 
-def _attend(
+def attend_once(
     q: Tensor, kv_heads: int, scale: float, layout: native.Layout, sequences: NDArray[np.int64]
 ) -> tuple[Tensor, Tensor]:
-    """One partial of every query."""
+    """One partial of every query; arguments as `call_for`, out and lse as the ops return them."""
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype)
     lse = torch.empty(q.shape[1], q.shape[0])
@@ -73,7 +73,7 @@ def system_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Ten
     """
     k, v = (x if native.readable(x, 0) else x.contiguous() for x in (k, v))
     sequences = np.array([[0, q.shape[0], k.shape[0], 0, 0, 0, 0]])
-    return _attend(q, k.shape[1], scale, native.layout_of(k, v, paged=False), sequences)
+    return attend_once(q, k.shape[1], scale, native.layout_of(k, v, paged=False), sequences)
 
 
 def context_attention(
@@ -91,7 +91,7 @@ def context_attention(
     table = block_table.to(torch.int32).contiguous()
     sequences = context_sequences(table.numpy(), context_lens.numpy(), query_start_loc.numpy())
     layout = native.layout_of(k_cache, v_cache, paged=True)
-    return _attend(q, k_cache.shape[2], scale, layout, sequences)
+    return attend_once(q, k_cache.shape[2], scale, layout, sequences)
 
 
 def context_sequences(

@@ -41,8 +41,8 @@ class Layout(Structure):
     _fields_ = (("k", Operand), ("v", Operand), ("block_tokens", c_int64), ("blocks", c_int64))
 
 
-# ``relay_sequence``, adjacent queries and what they attend to, is a row of an int64 array with these
-# columns: arrays are filled faster than structs.
+# ``relay_sequence``, adjacent queries and what they attend to, is a row of an int64 array with
+# these columns: arrays are filled faster than structs.
 FIRST, QUERIES, KEYS, CAUSAL, PARTIAL, LAYOUT, TABLE = range(7)
 
 
@@ -237,6 +237,12 @@ def unusable(dtype: torch.dtype, head_size: int) -> str | None:
     if head_size % 16 or not 16 <= head_size <= 256:
         return f"needs a head size that is a multiple of 16 up to 256, not {head_size}"
     return None
+
+
+def packs_pairs_of_16(dtype: torch.dtype) -> bool:
+    """Whether packed panels are of 16 columns and pairs of steps."""
+    layout, _ = loaded().packed(DTYPES[dtype], 16, PIECE)
+    return layout.k.stride == 32
 
 
 def operand(x: Tensor, tokens: int, channels: int, heads: int, blocks: int | None) -> Operand:

@@ -47,7 +47,9 @@ class PackedSegment:
     def nbytes(self) -> int:
         return self._memory.numel()
 
-    def bases(self, token: int) -> tuple[int, int]:
-        """Addresses of keys and values from a token on, a multiple of `native.PIECE`."""
-        offset = token * self._bytes_per_token
-        return self.layout.k.base + offset, self.layout.v.base + offset
+    def from_token(self, token: int) -> native.Layout:
+        """Where it lies from a token on, a multiple of `native.PIECE`."""
+        layout = native.Layout.from_buffer_copy(self.layout)
+        layout.k.base += token * self._bytes_per_token
+        layout.v.base += token * self._bytes_per_token
+        return layout

@@ -39,6 +39,14 @@ template <class T>
 void pack(T* to, const relay_operand& panels, const T* from, const relay_operand& operand,
           int64_t steps, int64_t columns) {
   constexpr int EACH = Steps<T>::each;
+  if (operand.kind == RELAY_PANELS) {  // of the same width: in another place
+    for (int64_t c = 0; c < columns; c += W)
+      for (int64_t s = 0; s < steps; s += EACH)
+        __builtin_memcpy(to + c / W * panels.panel + s / EACH * panels.stride,
+                         from + c / W * operand.panel + s / EACH * operand.stride,
+                         W * EACH * sizeof(T));
+    return;
+  }
   const int64_t across = operand.kind == RELAY_ACROSS ? operand.stride : 1;
   const int64_t along = operand.kind == RELAY_ACROSS ? 1 : operand.stride;
   for (int64_t c = 0; c < columns; c += W) {
