@@ -3,11 +3,14 @@
     python benchmarks/bench_decode.py --shared 8192 2048 0 --save
 
 The model has 4 layers, by default with 16 query and 16 KV heads of size 128 (attention weighs most
-in that shape), and random weights of realistic scale. ``--shared 0`` is a batch with nothing
-shared: what the plugin costs when it cannot help.
+in that shape), and random weights of realistic scale; ``--model`` takes a real one in its place.
+``--shared 0`` is a batch with nothing shared: what the plugin costs when it cannot help, and what
+throughput there would be without a prefix. The arithmetic of the prefix at the rate of a bf16
+matrix product of the same run is beside every measurement.
 """
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -23,7 +26,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import OFFLINE, ROOT, provenance, write_csv
-from benchmarks.random_model import VOCABULARY, write_random_model
+from benchmarks.random_model import LAYERS, VOCABULARY, write_random_model
 
 BACKENDS = {"stock": "CPU_ATTN", "relay": "relay"}
 # Greedy tokens of two bf16 paths part at near-ties; before that their log-probabilities may differ
@@ -107,6 +110,19 @@ def make_prompts(shared: int, own: int, requests: int, rng: np.random.Generator)
     return [prefix + rng.integers(3, VOCABULARY, own).tolist() for _ in range(requests)]
 
 
+def ceiling_gflop_s() -> float:
+    """The rate of a bf16 matrix product on one thread, as the engine's worker has."""
+    import torch
+
+    from benchmarks.ceilings import gemm_rate
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    rate = gemm_rate()
+    torch.set_num_threads(before)
+    return rate / 1e9
+
+
 def measure(engines: dict[str, Engine], shared: int, args: argparse.Namespace) -> dict[str, Any]:
     """One case: rounds in which each engine decodes the same prompts, first one, then the other."""
     rng = np.random.default_rng(shared)
@@ -126,7 +142,12 @@ def measure(engines: dict[str, Engine], shared: int, args: argparse.Namespace) -
         worst = max(worst, agreement(answers["relay"], answers["stock"]))
     after = engines["relay"].counters()
     ratios = [r / s for r, s in zip(rates["relay"], rates["stock"], strict=True)]
+    stock, relay = (statistics.median(rates[name]) for name in ("stock", "relay"))
+    gemm = ceiling_gflop_s()
+    operations = 4 * args.layers * args.heads[0] * args.heads[2] * args.requests * shared
     return {
+        "model": args.model.name if args.model else "random",
+        "layers": args.layers,
         "query_heads": args.heads[0],
         "kv_heads": args.heads[1],
         "head_size": args.heads[2],
@@ -135,8 +156,12 @@ def measure(engines: dict[str, Engine], shared: int, args: argparse.Namespace) -
         "requests": args.requests,
         "steps": args.steps,
         "rounds": args.repeats,
-        "stock_tok_s": round(statistics.median(rates["stock"]), 2),
-        "relay_tok_s": round(statistics.median(rates["relay"]), 2),
+        "stock_tok_s": round(stock, 2),
+        "relay_tok_s": round(relay, 2),
+        "stock_step_ms": round(1e3 * args.requests / stock, 3),
+        "relay_step_ms": round(1e3 * args.requests / relay, 3),
+        "prefix_ms_at_gemm_rate": round(operations / gemm / 1e6, 3),
+        "gemm_gflop_s": round(gemm, 1),
         "ratio": round(statistics.median(ratios), 4),
         "ratio_min": round(min(ratios), 4),
         "ratio_max": round(max(ratios), 4),
@@ -175,6 +200,40 @@ def show(console: Console, rows: list[dict[str, Any]]) -> None:
     console.print(table)
 
 
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """A decode step by the length of the prefix, and the least that its arithmetic adds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = sorted(rows, key=lambda row: row["shared_tokens"])
+    lengths = [row["shared_tokens"] for row in rows]
+    least = [
+        rows[0]["relay_step_ms"] + row["prefix_ms_at_gemm_rate"] - rows[0]["prefix_ms_at_gemm_rate"]
+        for row in rows
+    ]
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    axes.plot(lengths, [r["stock_step_ms"] for r in rows], marker="o", label="vLLM's own")
+    axes.plot(lengths, [r["relay_step_ms"] for r in rows], marker="o", label="relay")
+    axes.plot(
+        lengths, least, color="black", linestyle=":",
+        label="the shortest step, and the prefix's arithmetic\nat the rate of a matrix product",
+    )  # fmt: skip
+    axes.set_xlabel("tokens of the shared prefix")
+    axes.set_ylabel("milliseconds per decode step")
+    axes.set_ylim(bottom=0)
+    row = rows[0]
+    axes.set_title(
+        f"{row['requests']} requests, {row['layers']} layers, {row['query_heads']}/{row['kv_heads']}"
+        f" heads of {row['head_size']}",
+        fontsize="medium",
+    )
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -198,6 +257,9 @@ def main() -> int:
         metavar=("QUERY", "KV", "SIZE"),
         help="query heads, KV heads and head size of the model",
     )
+    parser.add_argument(
+        "--model", type=Path, help="folder of a real model in place of a random one"
+    )
     parser.add_argument("--min-saved-tokens", type=int, help="the setting of that name")
     parser.add_argument("--save", action="store_true", help="write a CSV to benchmarks/results")
     args = parser.parse_args()
@@ -206,8 +268,16 @@ def main() -> int:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     with tempfile.TemporaryDirectory() as folder:
-        console.print("writing a model with random weights, starting two engines (a minute or two)")
-        model = write_random_model(Path(folder), *args.heads)
+        console.print("starting two engines (a minute or two)")
+        if args.model is None:
+            args.layers = LAYERS
+            model = write_random_model(Path(folder), *args.heads)
+        else:
+            model = args.model
+            config = json.loads((model / "config.json").read_text())
+            args.layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+            size = config.get("head_dim") or config["hidden_size"] // heads
+            args.heads = [heads, config["num_key_value_heads"], size]
         longest = max(args.shared) + args.own + args.steps
         settings = (
             {} if args.min_saved_tokens is None else {"min_saved_tokens": args.min_saved_tokens}
@@ -230,6 +300,9 @@ def main() -> int:
     if args.save:
         path = write_csv(ROOT / "benchmarks" / "results" / "decode.csv", rows, provenance())
         console.print(f"wrote {path.relative_to(ROOT)}")
+        if len(rows) > 2:
+            plot(rows, path.with_suffix(".png"))
+            console.print(f"wrote {path.with_suffix('.png').relative_to(ROOT)}")
     return 0
 
 

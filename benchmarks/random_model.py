@@ -57,7 +57,7 @@ def write_random_model(
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
         "head_dim": head_size,
-        "max_position_embeddings": 16384,
+        "max_position_embeddings": 32768,
         "rope_theta": 500000.0,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,

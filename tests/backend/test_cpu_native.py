@@ -1,4 +1,4 @@
-"""Relayed steps on our own kernels: packing, the engine's layouts, and that nothing stale is read."""
+"""Relayed steps on our own kernels: packing, the engine's layouts, and nothing stale."""
 
 from typing import Any
 

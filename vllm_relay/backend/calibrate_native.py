@@ -31,26 +31,25 @@ def context(probe: Probe, shape: Shape) -> Callable[[], Any]:
     return call
 
 
-def system(probe: Probe, queries: int, tokens: int, packed: bool = False) -> Callable[[], Any]:
-    """System attention of a segment, in place or packed."""
-    impl, dtype = probe.impl, probe.dtype
-    query = torch.randn(queries, impl.num_heads, impl.head_size).to(dtype)
-    table = np.arange(1, 1 + tokens // probe.block, dtype=np.int32)
+def system(
+    probe: Probe, query: torch.Tensor, table: np.ndarray, packed: bool = False
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """System attention of queries ``[T, Hq, D]`` to a segment of these blocks."""
+    impl = probe.impl
+    table = np.ascontiguousarray(table, dtype=np.int32)
     sequence = np.zeros((1, native.TABLE + 1), dtype=np.int64)
-    sequence[0, native.QUERIES], sequence[0, native.KEYS] = queries, tokens
+    sequence[0, native.QUERIES], sequence[0, native.KEYS] = len(query), len(table) * probe.block
     sequence[0, native.TABLE] = table.ctypes.data
-    layouts = [_layout(probe, layer) for layer in probe.layers]
-    kept = [_pack(probe, layout, table) for layout in layouts] if packed else []
+    layouts = {layer.layer_name: _layout(probe, layer) for layer in probe.layers}
+    segments = {}
     if packed:
-        layouts = [segment.layout for segment in kept]
-    turn = 0
+        segments = {name: _pack(probe, layout, table) for name, layout in layouts.items()}
 
-    def call() -> Any:
-        nonlocal turn
-        turn = (turn + 1) % len(layouts)
-        # The segments that `kept` holds must live as long as this call.
-        assert len(kept) in (0, len(layouts))
-        return attend_once(query, impl.num_kv_heads, impl.scale, layouts[turn], sequence)
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        name = probe.next_layer().layer_name
+        layout = segments[name].layout if packed else layouts[name]
+        assert len(table)  # whose address the sequence has
+        return attend_once(query, impl.num_kv_heads, impl.scale, layout, sequence)
 
     return call
 

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_relay.backend.copies import SegmentCopy
 from vllm_relay.backend.probe import Probe, Shape
-from vllm_relay.ops import system_attention
+from vllm_relay.ops.cpu import system as torch_system
 from vllm_relay.ops.cpu.fusion import fuse_into
 
 
@@ -30,22 +31,18 @@ def context(probe: Probe, shape: Shape) -> Callable[[], Any]:
     return call
 
 
-def system(probe: Probe, queries: int, tokens: int) -> Callable[[], Any]:
-    """System attention of a copied segment."""
-    impl, dtype = probe.impl, probe.dtype
-    query = torch.randn(queries, impl.num_heads, impl.head_size).to(dtype)
-    # One per layer, head-major as the copies are.
-    keys, values = (
-        torch.randn(len(probe.layers), impl.num_kv_heads, tokens, impl.head_size).to(dtype)
-        for _ in range(2)
-    )
-    turn = 0
+def system(
+    probe: Probe, query: torch.Tensor, table: np.ndarray
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """System attention of queries ``[T, Hq, D]`` to a copied segment of these blocks."""
+    impl, blocks = probe.impl, slice(0, len(table))
+    segment = SegmentCopy(np.array(table), 0, 0)
 
-    def call() -> Any:
-        nonlocal turn
-        turn = (turn + 1) % len(keys)
-        k, v = keys[turn].transpose(0, 1), values[turn].transpose(0, 1)
-        return system_attention(query, k, v, scale=impl.scale)
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        layer = probe.next_layer()
+        assert layer.impl._layout is not None  # or the layer would be refused
+        k, v = segment.rows(layer.layer_name, probe.cache(layer), layer.impl._layout, blocks)
+        return torch_system.system_attention(query, k, v, impl.scale)
 
     return call
 

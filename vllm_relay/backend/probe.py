@@ -66,6 +66,7 @@ class Probe:
         self.impl: RelayImpl = self.layers[0].impl
         self.block: int = self.builder._block
         self.dtype: torch.dtype = self.cache(self.layers[0]).dtype
+        self.heads: tuple[int, int] = (self.impl.num_heads, self.impl.head_size)
         self._flush = torch.zeros(_FLUSH_BYTES // 4)
         self._turn = 0
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -114,7 +115,7 @@ class Probe:
 
     def query(self, common: CommonAttentionMetadata) -> torch.Tensor:
         """Queries of a step, ``[T, Hq, D]``; of one shape always the same."""
-        shape = (common.num_actual_tokens, self.impl.num_heads, self.impl.head_size)
+        shape = (common.num_actual_tokens, *self.heads)
         generator = torch.Generator().manual_seed(shape[0])
         return torch.randn(shape, generator=generator).to(self.dtype)
 

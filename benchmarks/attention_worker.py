@@ -1,0 +1,127 @@
+"""What `bench_attention.py` runs inside the engine's worker."""
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.ceilings import gemm_rate, read_rate
+from vllm_relay.backend import calibrate_native, calibrate_torch
+from vllm_relay.backend.cpu_native import make_step
+from vllm_relay.backend.probe import Probe, Shape
+from vllm_relay.ops.cpu import native
+from vllm_relay.sharing import RelayPlan
+
+Call = Callable[[], torch.Tensor]
+
+
+class AttentionWorker:
+    """vLLM's ``worker_extension_cls``."""
+
+    def measure_ceilings(self, threads: int) -> dict[str, Any]:
+        torch.set_num_threads(threads)
+        return {
+            "gemm_gflop_s": gemm_rate() / 1e9,
+            "read_gb_s": read_rate() / 1e9,
+            "instructions": native.loaded().isa,
+        }
+
+    def measure_prefix(self, rows: int, tokens: int, rounds: int, threads: int) -> dict[str, Any]:
+        """Seconds and error of every way to attend to a prefix of all rows."""
+        torch.set_num_threads(threads)
+        with torch.inference_mode():
+            probe = self._probed()
+            # Attended to in full by rows that have nothing else.
+            common = probe.step(Shape(rows, tokens, 0))
+            table = common.block_table_tensor[0].numpy()
+            query = probe.query(common)
+            return _measured(
+                {
+                    "vLLM, row by row": probe.stock(common),
+                    "PyTorch's flash kernel": _first(calibrate_torch.system(probe, query, table)),
+                    "ours, blocks in place": _first(calibrate_native.system(probe, query, table)),
+                    "ours, packed": _first(
+                        calibrate_native.system(probe, query, table, packed=True)
+                    ),
+                },
+                probe,
+                _exact(probe, query, table[None].repeat(rows, 0), np.full(rows, tokens), 1),
+                rounds,
+            )
+
+    def measure_contexts(
+        self, lens: list[int], queries: int, rounds: int, threads: int
+    ) -> dict[str, Any]:
+        """Seconds and error of vLLM's kernel and of ours, rows of these lengths."""
+        torch.set_num_threads(threads)
+        with torch.inference_mode():
+            probe = self._probed()
+            rows, longest = len(lens), max(lens)
+            common = probe.step(Shape(rows, 0, longest, queries, 0))
+            given = np.array(lens, dtype=np.int32)
+            common = common.replace(seq_lens=torch.from_numpy(given))
+            tables = common.block_table_tensor.numpy()
+            plan = RelayPlan(np.zeros(0, dtype=np.int32), (), tables, given)
+            each = np.full(rows, queries, dtype=np.int32)
+            step = make_step(plan, [], np.arange(rows), each, None, probe.impl, probe.dtype)
+            query = probe.query(common)
+            out = torch.empty_like(query)
+
+            def ours() -> torch.Tensor:
+                layer = probe.next_layer()
+                step.run(layer, layer.impl._layout, query, probe.cache(layer), out)
+                return out
+
+            ways = {"vLLM": probe.stock(common), "ours": ours}
+            return _measured(ways, probe, _exact(probe, query, tables, given, queries), rounds)
+
+    def _probed(self) -> Probe:
+        if not hasattr(self, "_probe"):
+            self._probe = Probe(self)
+        return self._probe
+
+
+def _first(call: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> Call:
+    """The output alone."""
+    return lambda: call()[0]
+
+
+def _measured(
+    ways: dict[str, Call], probe: Probe, exact: torch.Tensor, rounds: int
+) -> dict[str, Any]:
+    errors = {}
+    for name, call in ways.items():
+        probe.rewind()
+        errors[name] = float((call().float() - exact).square().mean().sqrt())
+    times = probe.rounds(list(ways.values()), rounds)
+    return {
+        name: {"seconds": statistics.median(taken), "rms_error": errors[name]}
+        for name, taken in zip(ways, times, strict=True)
+    }
+
+
+def _exact(
+    probe: Probe, query: torch.Tensor, tables: np.ndarray, lens: np.ndarray, queries: int
+) -> torch.Tensor:
+    """Attention of the first layer in float32, ``[T, Hq, D]``."""
+    layer, impl = probe.layers[1 % len(probe.layers)], probe.impl
+    cache, share = probe.cache(layer), impl.num_heads // impl.num_kv_heads
+    outs = []
+    before: tuple[bytes, torch.Tensor, torch.Tensor] | None = None
+    for row, length in enumerate(lens.tolist()):
+        ids = tables[row, : -(-length // probe.block)]
+        if before is None or before[0] != ids.tobytes():
+            shape = (impl.num_kv_heads, len(ids) * probe.block, impl.head_size)
+            k, v = cache.new_empty(shape), cache.new_empty(shape)
+            layer.impl._layout.copy_rows(cache, ids.tolist(), k, v)
+            k, v = (x.float().repeat_interleave(share, 0) for x in (k, v))
+            before = (ids.tobytes(), k, v)
+        _, k, v = before
+        mine = query[row * queries : (row + 1) * queries].transpose(0, 1).float()
+        scores = mine @ k[:, :length].transpose(1, 2) * impl.scale
+        hidden = torch.ones(queries, length, dtype=torch.bool).triu(length - queries + 1)
+        weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+        outs.append((weights @ v[:, :length]).transpose(0, 1))
+    return torch.cat(outs)
