@@ -225,8 +225,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set_ylim(bottom=0)
     row = rows[0]
     axes.set_title(
-        f"{row['requests']} requests, {row['layers']} layers, {row['query_heads']}/{row['kv_heads']}"
-        f" heads of {row['head_size']}",
+        f"{row['requests']} requests, {row['layers']} layers, "
+        f"{row['query_heads']}/{row['kv_heads']} heads of {row['head_size']}",
         fontsize="medium",
     )
     axes.legend(frameon=False)
