@@ -3,12 +3,17 @@
 vLLM loads both classes by name (``logits_processors=``, ``worker_extension_cls=``).
 """
 
-import importlib
+import pkgutil
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+from vllm_relay.ops.cpu import native
+from vllm_relay.ops.cpu.attention import fuse
 
 
 class ForceTokens(AdapterLogitsProcessor):
@@ -89,14 +94,82 @@ def _wrong_level(stock: Any) -> Any:
     return level_attention
 
 
-# name -> the module of vllm_relay, what of it is replaced, and by what
-PLANTS = {
-    "lse": ("ops.system", "system_attention", _wrong_lse),
-    "context-lse": ("backend.cpu_impl", "attend_with_lse", _wrong_context_lse),
-    "block": ("ops.system", "system_attention", _skipped_block),
-    "layout": ("ops.system", "system_attention", _wrong_layout),
-    "level": ("backend.cpu_impl", "level_attention", _wrong_level),
-    "paged-lse": ("backend.cuda_impl", "paged_relay", _wrong_paged_lse),
+def _wrong_sequences(change: Callable[[np.ndarray], None]) -> Callable[[Any], Any]:
+    """Our own kernels asked for something else; `change` gets the sequences of segments."""
+
+    def planted(stock: Any) -> Any:
+        class Wrong(stock):
+            def __init__(self, sequences: np.ndarray, *args: Any, **kwargs: Any) -> None:
+                segments = sequences[:, native.CAUSAL] == 0
+                wrong = sequences[segments]
+                change(wrong)
+                sequences = sequences.copy()
+                sequences[segments] = wrong
+                super().__init__(sequences, *args, **kwargs)
+
+        return Wrong
+
+    return planted
+
+
+def _one_block_less(sequences: np.ndarray) -> None:
+    sequences[:, native.KEYS] -= 128
+
+
+def _those_of_the_next_group(sequences: np.ndarray) -> None:
+    for partial in np.unique(sequences[:, native.PARTIAL]):
+        level = sequences[:, native.PARTIAL] == partial
+        for column in (native.KEYS, native.LAYOUT, native.TABLE):
+            sequences[level, column] = np.roll(sequences[level, column], 1)
+
+
+def _wrong_native_lse(which: slice) -> Callable[[Any], Any]:
+    """The partials of our own kernels merged with an error in the LSE of some of them."""
+
+    def planted(stock: Any) -> Any:
+        class Wrong(stock):
+            def run(self, query: Any, cache: Any, segments: Any, out: Any) -> None:
+                self._lse.fill_(-torch.inf)
+                attend, library = self._library.attend, self._library
+                with mock.patch.object(library, "attend") as called:
+                    super().run(query, cache, segments, out)
+                (call,) = called.call_args.args
+                call.fused = None
+                attend(call)
+                self._lse[which] += 0.1
+                fuse(list(self._out), list(self._lse), out, self._kept[2])
+
+        return Wrong
+
+    return planted
+
+
+def _turned(stock: Any) -> Any:
+    """Keys of blocks read as if they lay token by token."""
+
+    def for_kernels(self: Any, kv_cache: Any) -> Any:
+        layout = stock(self, kv_cache)
+        layout.k.kind, layout.k.stride = native.ACROSS, kv_cache.shape[3] // 2
+        return layout
+
+    return for_kernels
+
+
+# name -> what is replaced, by its place in vllm_relay, and by what: in either kind of kernels
+SYSTEM, OURS = "ops.system.system_attention", "backend.cpu_native.StepAttention"
+PLANTS: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "lse": {SYSTEM: _wrong_lse, OURS: _wrong_native_lse(slice(-1))},
+    "context-lse": {
+        "backend.cpu_impl.attend_with_lse": _wrong_context_lse,
+        OURS: _wrong_native_lse(slice(-1, None)),
+    },
+    "block": {SYSTEM: _skipped_block, OURS: _wrong_sequences(_one_block_less)},
+    "layout": {SYSTEM: _wrong_layout, "backend.layout.BlockLayout.for_kernels": _turned},
+    "level": {
+        "backend.cpu_impl.level_attention": _wrong_level,
+        OURS: _wrong_sequences(_those_of_the_next_group),
+    },
+    "paged-lse": {"backend.cuda_impl.paged_relay": _wrong_paged_lse},
 }
 
 
@@ -111,12 +184,20 @@ def _watch() -> None:
 
     stock_layer, stock_begin = SegmentCopy.layer, SegmentCopies.begin_step
 
-    def layer(self: Any, name: str, kv_cache: Any, layout: Any, blocks: slice) -> Any:
-        found = stock_layer(self, name, kv_cache, layout, blocks)
-        fresh = SegmentCopy(self.block_ids, self.start, 0)
-        true = stock_layer(fresh, name, kv_cache, layout, blocks)
+    def contents(made: Any) -> list[torch.Tensor]:
+        """Keys and values ``[H, elements in the order of tokens]``."""
+        if isinstance(made, tuple):
+            return [x.flatten(1) for x in made]
+        return list(made.tensors())
+
+    def layer(self: Any, name: str, make: Any) -> Any:
+        found, true = stock_layer(self, name, make), make()
         _watched["reads"] += 1
-        _watched["stale"] += not all(map(torch.equal, found, true))
+        # A copy may have been cut since this layer was made: compare what is left.
+        _watched["stale"] += not all(
+            torch.equal(mine[:, : now.shape[1]], now)
+            for mine, now in zip(contents(found), contents(true), strict=True)
+        )
         return found
 
     def begin_step(self: Any, *args: Any) -> None:
@@ -142,16 +223,19 @@ class WorkerExtension:
         """Count levels and query lengths of relayed steps from now on."""
         from vllm_relay.backend.cpu import RelayMetadataBuilder
 
-        stock = RelayMetadataBuilder._step
+        def counting(stock: Any) -> Any:
+            def step(self: Any, common: Any, plan: Any, copies: Any, queries: Any) -> Any:
+                made = stock(self, common, plan, copies, queries)
+                seen = {"levels": [len(made.levels)], "queries": queries[plan.rows]}
+                for name, values in seen.items():
+                    for value in map(int, values):
+                        _seen[name][value] = _seen[name].get(value, 0) + 1
+                return made
 
-        def step(self: Any, common: Any, plan: Any, copies: Any, queries: Any) -> Any:
-            made = stock(self, common, plan, copies, queries)
-            for name, values in (("levels", [len(made.levels)]), ("queries", queries[plan.rows])):
-                for value in map(int, values):
-                    _seen[name][value] = _seen[name].get(value, 0) + 1
-            return made
+            return step
 
-        RelayMetadataBuilder._step = step
+        for name in ("_step", "_native_step"):
+            setattr(RelayMetadataBuilder, name, counting(getattr(RelayMetadataBuilder, name)))
 
     def seen_steps(self) -> dict[str, dict[int, int]]:
         return _seen
@@ -196,7 +280,6 @@ class WorkerExtension:
     def plant(self, name: str | None) -> None:
         """Put an error of `PLANTS` into the relay path, or take it out again."""
         mock.patch.stopall()
-        if name is not None:
-            place, attribute, wrong = PLANTS[name]
-            module = importlib.import_module(f"vllm_relay.{place}")
-            mock.patch.object(module, attribute, wrong(getattr(module, attribute))).start()
+        for place, wrong in PLANTS[name].items() if name is not None else ():
+            stock = pkgutil.resolve_name(f"vllm_relay.{place}")
+            mock.patch(f"vllm_relay.{place}", wrong(stock)).start()

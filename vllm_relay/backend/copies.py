@@ -30,6 +30,10 @@ from vllm_relay.backend.layout import BlockLayout
 
 T = TypeVar("T")
 
+# Blocks that hold system KVs in this process, for good as far as anybody knows: a copy of them will
+# pay. Nothing else goes by it.
+lasting: set[int] = set()
+
 
 @dataclass(eq=False)
 class SegmentCopy:

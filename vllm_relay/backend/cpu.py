@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from vllm_relay import metrics
-from vllm_relay.backend.copies import SegmentCopies, SegmentCopy, written_blocks
+from vllm_relay.backend.copies import SegmentCopies, SegmentCopy, lasting, written_blocks
 from vllm_relay.backend.cpu_impl import RelayImpl, RelayMetadata
 from vllm_relay.backend.cpu_native import NativeStep, make_step
 from vllm_relay.backend.metadata import GroupStep, RelayStep
@@ -209,7 +209,8 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         """Of each group of a choice its packed segment, None where it is read in place.
 
         Packing takes about as long as some tens of steps gain from it, and nobody knows how many
-        will come: it is done once steps have forgone as much (see `_copy_segments`).
+        will come: it is done once steps have forgone as much (see `_copy_segments`). System KVs
+        stay, and are packed at once.
         """
         system, packed = self._costs.system, self._costs.packed or self._costs.system
         found: list[list[tuple[SegmentCopy, slice] | None]] = []
@@ -230,7 +231,12 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
                     gain += (system.first - packed.first) * tokens
                     gain += (system.pair - packed.pair) * tokens * float(queries)
                 found[-1].append(held)
-        price = self._costs.copy * self._block * sum(g.segment.blocks for _, _, g in missing)
+        passing = sum(
+            block not in lasting
+            for _, _, group in missing
+            for block in table[group.rows[0], group.segment.start : group.segment.end].tolist()
+        )
+        price = self._costs.copy * self._block * passing
         self._forgone = min(self._forgone + max(gain, 0.0), price)
         if missing and self._forgone >= price:
             self._forgone = 0.0

@@ -12,6 +12,7 @@ import blake3
 import torch
 
 from vllm_relay import metrics, plugin
+from vllm_relay.backend.copies import lasting
 from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
 from vllm_relay.system_kv.pins import place
 
@@ -67,6 +68,7 @@ class Writer:
             if begin < end:
                 slots = _slots(placement.block_ids[placement.shared :], self._block_size)
                 count += self._write_file(file, begin, end, slots)
+            lasting.update(placement.block_ids)
         seconds = time.monotonic() - started
         if self._files and self._vllm_config.parallel_config.rank == 0:
             metrics.logger.info(

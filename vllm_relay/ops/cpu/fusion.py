@@ -1,15 +1,25 @@
-"""Relay fusion in plain torch: few calls, because it runs per layer on small tensors."""
+"""Relay fusion on the CPU: our own kernel, or plain torch in few calls, which runs on any device."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from vllm_relay.ops.cpu import native
+from vllm_relay.ops.cpu.attention import fuse
+
 
 def relay_fusion(outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor | None) -> Tensor:
     """Arguments as `vllm_relay.ops.relay_fusion`, checked there; runs on any device."""
     if out is None:
         out = torch.empty_like(outs[0], memory_format=torch.contiguous_format)
+    if (
+        outs[0].device.type == "cpu"
+        and native.unusable(outs[0].dtype, outs[0].shape[-1]) is None
+        and all(x.stride(-1) == 1 for x in (*outs, out))
+    ):
+        fuse(outs, lses, out)
+        return out
     return out.copy_(_merge(outs, lses))
 
 

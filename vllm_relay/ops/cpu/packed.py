@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from vllm_relay.ops.cpu import native
 
@@ -35,6 +36,7 @@ class PackedSegment:
         self._memory = torch.empty(2 * kv_heads * nbytes, dtype=torch.uint8)
         self.layout.k.base = self._memory.data_ptr()
         self.layout.v.base = self._memory.data_ptr() + kv_heads * nbytes
+        self._kv_heads = kv_heads
         self._bytes_per_token = head_size * dtype.itemsize
         sequence = np.zeros(native.TABLE + 1, dtype=np.int64)
         sequence[native.KEYS] = tokens
@@ -46,6 +48,11 @@ class PackedSegment:
     @property
     def nbytes(self) -> int:
         return self._memory.numel()
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, uint8 ``[Hkv, bytes]``: those of the first tokens come first."""
+        keys, values = self._memory.view(2, self._kv_heads, -1)
+        return keys, values
 
     def from_token(self, token: int) -> native.Layout:
         """Where it lies from a token on, a multiple of `native.PIECE`."""
