@@ -20,17 +20,16 @@ Call = Callable[[], torch.Tensor]
 class AttentionWorker:
     """vLLM's ``worker_extension_cls``."""
 
-    def measure_ceilings(self, threads: int) -> dict[str, Any]:
-        torch.set_num_threads(threads)
+    def measure_ceilings(self) -> dict[str, Any]:
         return {
+            "threads": torch.get_num_threads(),
             "gemm_gflop_s": gemm_rate() / 1e9,
             "read_gb_s": read_rate() / 1e9,
             "instructions": native.loaded().isa,
         }
 
-    def measure_prefix(self, rows: int, tokens: int, rounds: int, threads: int) -> dict[str, Any]:
+    def measure_prefix(self, rows: int, tokens: int, rounds: int) -> dict[str, Any]:
         """Seconds and error of every way to attend to a prefix of all rows."""
-        torch.set_num_threads(threads)
         with torch.inference_mode():
             probe = self._probed()
             # Attended to in full by rows that have nothing else.
@@ -51,11 +50,8 @@ class AttentionWorker:
                 rounds,
             )
 
-    def measure_contexts(
-        self, lens: list[int], queries: int, rounds: int, threads: int
-    ) -> dict[str, Any]:
+    def measure_contexts(self, lens: list[int], queries: int, rounds: int) -> dict[str, Any]:
         """Seconds and error of vLLM's kernel and of ours, rows of these lengths."""
-        torch.set_num_threads(threads)
         with torch.inference_mode():
             probe = self._probed()
             rows, longest = len(lens), max(lens)

@@ -7,11 +7,11 @@ against float32. Ceilings (PyTorch's bf16 matrix product, reading memory) are of
 """
 
 import argparse
+import itertools
 import os
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +40,12 @@ CONTEXTS = {
 WRONG = 0.01
 
 
-def cases(threads: list[int]) -> Iterator[tuple[str, str, int]]:
-    """Part, name, threads."""
-    for count in threads:
-        yield "prefix", f"32 x {PREFIX:,}", count
-        for name in CONTEXTS:
-            yield "contexts", name, count
+# Part and name.
+CASES = [("prefix", f"32 x {PREFIX:,}"), *(("contexts", name) for name in CONTEXTS)]
 
 
 def rows_of(
-    part: str, name: str, threads: int, heads: tuple[int, int, int], measured: Any, ceiling: Any
+    part: str, name: str, heads: tuple[int, int, int], measured: Any, ceiling: Any
 ) -> list[dict[str, Any]]:
     query_heads, kv_heads, size = heads
     lens, queries = ([PREFIX] * 32, 1) if part == "prefix" else CONTEXTS[name]
@@ -69,7 +65,7 @@ def rows_of(
                 "query_heads": query_heads,
                 "kv_heads": kv_heads,
                 "head_size": size,
-                "threads": threads,
+                "threads": ceiling["threads"],
                 "ms": round(1e3 * seconds, 4),
                 "gflop_s": round(operations / seconds / 1e9, 1),
                 "gb_s": round(read / seconds / 1e9, 2),
@@ -128,6 +124,24 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def start(heads: tuple[int, int, int]) -> Any:
+    """An engine with a model of these heads."""
+    from vllm import LLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        return LLM(
+            str(write_random_model(Path(folder), *heads)),
+            attention_backend="relay",
+            worker_extension_cls="benchmarks.attention_worker.AttentionWorker",
+            hf_overrides={"num_hidden_layers": 2},
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=PREFIX,
+            additional_config={"relay": {"min_saved_tokens": 0}},
+        )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
@@ -141,35 +155,19 @@ def main() -> int:
     # The worker imports this folder's modules by name.
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ.update(OFFLINE | {"PYTHONPATH": os.pathsep.join(paths)})
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    from vllm import LLM
-
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     rows: list[dict[str, Any]] = []
-    for heads in HEADS:
-        with tempfile.TemporaryDirectory() as folder:
-            llm = LLM(
-                str(write_random_model(Path(folder), *heads)),
-                attention_backend="relay",
-                worker_extension_cls="benchmarks.attention_worker.AttentionWorker",
-                hf_overrides={"num_hidden_layers": 2},
-                load_format="dummy",
-                skip_tokenizer_init=True,
-                enforce_eager=True,
-                max_model_len=PREFIX,
-                additional_config={"relay": {"min_saved_tokens": 0}},
-            )
-        title = f"{heads[0]}/{heads[1]} heads of {heads[2]}"
-        todo = list(cases(args.threads))
-        for part, name, threads in track(todo, title, console=console, transient=True):
-            ceiling = llm.collective_rpc("measure_ceilings", args=(threads,))[0]
-            if part == "prefix":
-                given = ("measure_prefix", (32, PREFIX, args.rounds, threads))
-            else:
-                given = ("measure_contexts", (*CONTEXTS[name], args.rounds, threads))
-            measured = llm.collective_rpc(given[0], args=given[1])[0]
-            rows += rows_of(part, name, threads, heads, measured, ceiling)
+    for heads, threads in itertools.product(HEADS, args.threads):
+        # An engine's threads are what it was started with.
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores[:threads]))
+        title = f"{heads[0]}/{heads[1]} heads of {heads[2]}, {threads} threads"
+        llm = start(heads)
+        for part, name in track(CASES, title, console=console, transient=True):
+            ceiling = llm.collective_rpc("measure_ceilings")[0]
+            given = (32, PREFIX) if part == "prefix" else CONTEXTS[name]
+            measured = llm.collective_rpc(f"measure_{part}", args=(*given, args.rounds))[0]
+            rows += rows_of(part, name, heads, measured, ceiling)
         del llm
     table = Table(title="Attention of one layer (medians)")
     for heading in (

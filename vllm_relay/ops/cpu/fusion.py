@@ -1,4 +1,4 @@
-"""Relay fusion on the CPU: our own kernel, or plain torch in few calls, which runs on any device."""
+"""Relay fusion on the CPU: our own kernel, or plain torch in few calls, on any device."""
 
 from collections.abc import Sequence
 
