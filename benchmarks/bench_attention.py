@@ -36,8 +36,8 @@ CONTEXTS = {
     "8 x 1,024, 8 queries": ([1024] * 8, 8),
     "2 x 1,024, 256 queries": ([1024] * 2, 256),
 }
-# Root mean square error that bf16 attention of random numbers stays below by far.
-WRONG = 0.01
+# Times the error of vLLM's own kernel, root mean square against float32.
+WRONG = 3.0
 
 
 # Part and name.
@@ -53,7 +53,7 @@ def rows_of(
     pairs = sum(n * queries - queries * (queries - 1) // 2 for n in lens)
     operations = 4 * query_heads * size * pairs
     read = 2 * 2 * kv_heads * size * (PREFIX if part == "prefix" else sum(lens))
-    stock = next(iter(measured.values()))["seconds"]
+    stock, usual = (next(iter(measured.values()))[name] for name in ("seconds", "rms_error"))
     rows = []
     for way, found in measured.items():
         seconds = found["seconds"]
@@ -75,6 +75,7 @@ def rows_of(
                 "gemm_gflop_s": round(ceiling["gemm_gflop_s"], 1),
                 "read_gb_s": round(ceiling["read_gb_s"], 2),
                 "rms_error": f"{found['rms_error']:.2e}",
+                "times_vllms_error": round(found["rms_error"] / usual, 3),
                 "instructions": ceiling["instructions"],
             }
         )
@@ -192,7 +193,7 @@ def main() -> int:
             f"{row['of_read']:.0%}",
         )  # fmt: skip
     console.print(table)
-    wrong = [row for row in rows if not float(row["rms_error"]) <= WRONG]
+    wrong = [row for row in rows if not float(row["times_vllms_error"]) <= WRONG]
     if wrong:
         console.print(f"[red]outputs differ, no speed is reported:[/] {wrong[:3]}")
         return 1

@@ -77,8 +77,9 @@ class RelayConfig:
         dense: CUDA only. Attend one group whose blocks follow one another in memory, the one that
             saves most, as dense KV instead of block by block, with one more attention call per
             layer. None: where system KVs are pinned, whose blocks mostly do.
-        max_copy_gib: CPU only. Upper bound, in GiB per worker and KV cache group, of the row-major
-            copies of shared segments; longer segments are cut to it, where that still pays.
+        max_copy_gib: CPU only. Upper bound, in GiB per worker and KV cache group, of the packed
+            copies of shared segments; others are read in place. (With PyTorch's kernels longer
+            segments are cut to it, where that still pays.)
         system_kv: files with offline system KVs: a path, a list of paths, or the settings of
             `SystemKVConfig`.
     """

@@ -69,6 +69,17 @@ def test_packed_segments_and_blocks_in_place_give_the_same_numbers(dtype: torch.
     assert torch.equal(mixed[[1, 4]], in_place[[1, 4]])
 
 
+def test_what_does_not_fit_evicts_nothing() -> None:
+    bench = bench_of()
+    bench.builder._copies = SegmentCopies(1, 3)
+    assert packed(bench, make_step([[1, 2, 10], [1, 2, 11]], [70, 80])) == [True]
+    (kept,) = bench.builder._copies
+    # Row 2 still vouches for the first, which no group of this step uses.
+    tables = [[3, 4, 5, 6, 12], [3, 4, 5, 6, 13], [1, 2, 10]]
+    assert packed(bench, make_step(tables, [140, 150, 70])) == [False]
+    assert list(bench.builder._copies) == [kept]
+
+
 def test_a_packed_segment_that_a_step_writes_to_is_packed_anew() -> None:
     bench, step = bench_of(), make_step(TABLES, LENS)
     query = torch.randn(len(LENS), HEADS, DIM).bfloat16()

@@ -42,10 +42,10 @@ def environment() -> dict[str, str]:
         for name in ("libasan.so", "libubsan.so", "libstdc++.so")
     ]
     options = "detect_leaks=0:abort_on_error=0:detect_odr_violation=0"
-    return {"LD_PRELOAD": " ".join(runtimes), "ASAN_OPTIONS": options}
+    return {"LD_PRELOAD": ":".join(runtimes), "ASAN_OPTIONS": options}
 
 
 if __name__ == "__main__":
     assert sysconfig.get_platform().startswith("linux")
     build(Path(sys.argv[1]))
-    print(" ".join(f"{name}='{value}'" for name, value in environment().items()))
+    print(" ".join(f"{name}={value}" for name, value in environment().items()))

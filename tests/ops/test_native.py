@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.ops import fuzz_native, inputs, sanitized
-from vllm_relay.ops import context_attention, providers, system_attention
+from vllm_relay.ops import context_attention, providers, reference, system_attention
 from vllm_relay.ops.cpu import attention, native
 
 pytestmark = pytest.mark.skipif(
@@ -42,7 +42,7 @@ def test_random_calls_agree_with_the_oracle(isa: str, part: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isa", ["avx512_bf16", "avx2", "portable"])
+@pytest.mark.parametrize("isa", ALL)
 def test_random_calls_touch_no_memory_but_their_own(isa: str, library: Path) -> None:
     use(isa)
     command = [sys.executable, "-m", "tests.ops.fuzz_native", "--cases", "150", "--isa", isa]
@@ -117,6 +117,26 @@ def test_a_block_that_does_not_exist_is_refused_before_it_is_read() -> None:
         step.block_table[0, 1] = bad
         with pytest.raises(ValueError, match="block_table"):
             context_attention(*step.args())
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_sequences_without_queries_come_first(threads: int) -> None:
+    step = inputs.paged([5, 300, 40, 0], [0, 64, 0, 0], heads=(1, 1), block_size=32)
+    torch.set_num_threads(threads)
+    out, lse = context_attention(*step.args())
+    exact, exact_lse = reference.context_attention(*step.args())
+    inputs.assert_lse(lse, exact_lse, step.q.dtype)
+    assert inputs.error(out, exact) < 1e-5
+
+
+@pytest.mark.parametrize("isa", ALL)
+def test_any_nan_stays_one(isa: str) -> None:
+    use(isa)
+    q, k, v = (inputs.normal(n, 1, 32) for n in (3, 50, 50))
+    q[1, 0, 3] = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)[0]
+    out, lse = system_attention(q, k, v)
+    assert out[1].isnan().all() and lse[:, 1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
 
 
 def test_what_the_kernels_cannot_take_goes_to_pytorch() -> None:

@@ -9,7 +9,7 @@ import torch
 from vllm_relay.backend.cpu_native import make_step
 from vllm_relay.backend.probe import Probe, Shape
 from vllm_relay.ops.cpu import native
-from vllm_relay.ops.cpu.attention import attend_once, fuse
+from vllm_relay.ops.cpu.attention import call_for, fuse, make_results
 from vllm_relay.ops.cpu.packed import PackedSegment
 from vllm_relay.sharing import RelayPlan
 
@@ -45,11 +45,18 @@ def system(
     if packed:
         segments = {name: _pack(probe, layout, table) for name, layout in layouts.items()}
 
+    # Laid out once, as a step is.
+    layout = (native.Layout * 1)()
+    prepared = call_for(query, impl.num_kv_heads, impl.scale, layout, sequence)
+    results = make_results(prepared, query)
+    keep = (query, table, sequence)
+
     def call() -> tuple[torch.Tensor, torch.Tensor]:
         name = probe.next_layer().layer_name
-        layout = segments[name].layout if packed else layouts[name]
-        assert len(table)  # whose address the sequence has
-        return attend_once(query, impl.num_kv_heads, impl.scale, layout, sequence)
+        layout[0] = segments[name].layout if packed else layouts[name]
+        assert keep  # what the call has the addresses of
+        native.loaded().attend(prepared)
+        return results
 
     return call
 

@@ -125,9 +125,14 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
     @staticmethod
     def _choose_kernels(impls: list["RelayImpl"]) -> bool:
         """Whether our own kernels run relayed steps; says why not."""
-        reasons = {impl.not_native for impl in impls if impl.refusal is None} - {None}
+        served = [impl for impl in impls if impl.refusal is None]
+        reasons = {impl.not_native for impl in served} - {None}
+        if len({(x.num_heads, x.num_kv_heads, x.head_size, x.scale) for x in served}) > 1:
+            reasons.add("layers differ in their heads or their scale")
+        if isinstance(native.library(), str):
+            return False  # which has been said
         for reason in sorted(map(str, reasons)):
-            metrics.say_once(f"PyTorch's kernels are used in place of our own: {reason}")
+            metrics.say_once(f"PyTorch's CPU kernels are used, not our own: {reason}")
         return not reasons
 
     def build(
@@ -210,7 +215,8 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
 
         Packing takes about as long as some tens of steps gain from it, and nobody knows how many
         will come: it is done once steps have forgone as much (see `_copy_segments`). System KVs
-        stay, and are packed at once.
+        stay, and are packed at once. Groups are chosen by what they cost in place, so that each
+        pays before it is packed.
         """
         system, packed = self._costs.system, self._costs.packed or self._costs.system
         found: list[list[tuple[SegmentCopy, slice] | None]] = []
@@ -242,8 +248,11 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
             self._forgone = 0.0
             for level_index, index, group in missing:
                 start, blocks = group.segment.start, table[group.rows[0]]
-                held = self._copies.get(blocks[start : group.segment.end], start, in_use)
-                if held is not None and held[1].stop - held[1].start == group.segment.blocks:
+                segment = (blocks[start : group.segment.end], start, in_use)
+                # Whole or not at all: others would make room for what nobody can use.
+                if self._copies.to_make(*segment) == group.segment.blocks:
+                    held = self._copies.get(*segment)
+                    assert held is not None
                     in_use.append(held[0])
                     found[level_index][index] = held
         return found

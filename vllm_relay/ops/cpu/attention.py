@@ -57,12 +57,18 @@ def attend_once(
 ) -> tuple[Tensor, Tensor]:
     """One partial of every query; arguments as `call_for`, out and lse as the ops return them."""
     q = q if q.stride(-1) == 1 else q.contiguous()
+    call = call_for(q, kv_heads, scale, (native.Layout * 1)(layout), sequences)
+    out, lse = make_results(call, q)
+    native.loaded().attend(call)
+    return out, lse
+
+
+def make_results(call: native.Call, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for the one partial of a call, as the ops return it."""
     out = torch.empty(q.shape, dtype=q.dtype)
     lse = torch.empty(q.shape[1], q.shape[0])
-    call = call_for(q, kv_heads, scale, (native.Layout * 1)(layout), sequences)
     call.out, call.out_token, call.out_head = out.data_ptr(), out.stride(0), out.stride(1)
     call.lse, call.lse_head, call.lse_token = lse.data_ptr(), lse.stride(0), lse.stride(1)
-    native.loaded().attend(call)
     return out, lse
 
 

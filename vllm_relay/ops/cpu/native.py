@@ -6,6 +6,7 @@ there is no second pool, and the engine's binding of threads to cores holds.
 
 import ctypes
 import importlib.util
+import logging
 import os
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_void_p
 from functools import cache
@@ -18,8 +19,12 @@ DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 ROWS, ACROSS, PANELS = range(3)
 # Tokens that panels are padded to, and that a block's size is a multiple of where it is packed.
 PIECE = 32
-_ERRORS = {1: "a block id lies outside the cache", 2: "out of memory"}
+_ERRORS = {
+    1: (ValueError, "a block id lies outside the cache"),
+    2: (MemoryError, "out of memory"),
+}
 _ISA = "VLLM_RELAY_CPU_ISA"
+_logger = logging.getLogger("vllm.relay")
 
 
 class Operand(Structure):
@@ -182,7 +187,8 @@ class Library:
     @staticmethod
     def _check(error: int) -> None:
         if error:
-            raise ValueError(f"CPU kernels: {_ERRORS[error]}")
+            kind, text = _ERRORS[error]
+            raise kind(f"CPU kernels: {text}")
 
 
 def _openmp() -> int | None:
@@ -191,26 +197,31 @@ def _openmp() -> int | None:
     None: there is none, and the kernels use one thread.
     """
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    try:
-        # Looked up in the library and what it was linked with, nowhere else.
-        return ctypes.cast(ctypes.CDLL(str(library)).GOMP_parallel, c_void_p).value
-    except (OSError, AttributeError):
-        return None
+    # As torch's own calls are resolved: first what is preloaded, then what torch was linked with.
+    for place in (None, str(library)):
+        try:
+            return ctypes.cast(ctypes.CDLL(place).GOMP_parallel, c_void_p).value
+        except (OSError, AttributeError):
+            continue
+    return None
 
 
 @cache
 def library() -> Library | str:
-    """The kernels, or why they cannot be used."""
-    spec = importlib.util.find_spec("vllm_relay.ops.cpu._kernels")
-    if spec is None or spec.origin is None:
-        return "vllm-relay was installed without a C++ compiler"
-    try:
-        found = Library(spec.origin)
-    except (OSError, AttributeError) as error:
-        return f"the CPU kernels cannot be loaded: {error}"
+    """The kernels, or why they cannot be used, which is also said, once."""
     wanted = os.environ.get(_ISA)
     if wanted == "none":
         return f"{_ISA}=none"
+    spec = importlib.util.find_spec("vllm_relay.ops.cpu._kernels")
+    reason = "vllm-relay was installed without them: no C++ compiler"
+    try:
+        if spec is not None and spec.origin is not None:
+            found, reason = Library(spec.origin), ""
+    except (OSError, AttributeError) as error:
+        reason = str(error)
+    if reason:
+        _logger.warning("relay: PyTorch's CPU kernels are used, not our own: %s", reason)
+        return reason
     if wanted:
         try:
             found.use_isa(wanted)

@@ -1,7 +1,7 @@
 """The attention of a whole step on the CPU kernels: laid out once, run for every layer.
 
 All levels and contexts are one call: its work is divided among the threads as a whole, and the
-partials are fused where they belong. Nothing is gathered and nothing is allocated per layer.
+partials are fused where they belong. No tensor is gathered or allocated per layer.
 """
 
 from collections.abc import Sequence

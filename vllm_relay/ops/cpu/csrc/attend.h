@@ -10,8 +10,6 @@ namespace {
 // A product may write up to 8 vectors beyond; rows must not all fall into the same few cache sets.
 constexpr int64_t SCORES = SLOTS + 9 * W;
 constexpr float LOG2E = 1.44269504f, LN2 = 0.693147181f;
-// From so many rows on, keys and values are packed tile by tile where they lie in rows.
-constexpr int64_t WORTH_PACKING = 1 << 30;
 
 // A run of a tile's tokens that lie in one block.
 template <class T>
@@ -110,15 +108,12 @@ void expect(const Tile<T>& tile, bool keys, int64_t head_size, Ahead& ahead) {
   }
 }
 
-// Pack what the product cannot read, or not fast enough for so many rows.
+// Pack what the product cannot read.
 template <class T>
-void make_panels(Tile<T>& tile, Room<T>& room, int64_t head_size, int64_t rows) {
+void make_panels(Tile<T>& tile, Room<T>& room, int64_t head_size) {
   constexpr int EACH = Steps<T>::each;
-  const auto wanted = [&](const relay_operand& from) {
-    return from.kind == RELAY_ACROSS || (from.kind == RELAY_ROWS && rows >= WORTH_PACKING);
-  };
   relay_operand panels = {nullptr, W * EACH, W * head_size, 0, 0, RELAY_PANELS};
-  if (wanted(tile.k)) {
+  if (tile.k.kind == RELAY_ACROSS) {
     for (int i = 0; i < tile.count; ++i) {
       Piece<T>& piece = tile.pieces[i];
       T* to = room.k + piece.slot * head_size;
@@ -129,7 +124,7 @@ void make_panels(Tile<T>& tile, Room<T>& room, int64_t head_size, int64_t rows) 
   }
   panels.stride = head_size * EACH;
   panels.panel = W * EACH;
-  if (wanted(tile.v)) {
+  if (tile.v.kind == RELAY_ACROSS) {
     for (int i = 0; i < tile.count; ++i) {
       Piece<T>& piece = tile.pieces[i];
       T* to = room.v + piece.slot * head_size;
@@ -160,7 +155,8 @@ void read_queries(const relay_call& call, const Unit& unit, Room<T>& room) {
   __builtin_memset(room.out, 0, unit.rows * room.out_row * sizeof(float));
 }
 
-// R rows of a unit against a tile. keys_ahead, values_ahead: of the next tile, to be fetched beside
+// R rows of a unit against a tile. Keys that some of the rows do not see have weight 0 there; a value
+// of them that is not finite spreads all the same. keys_ahead, values_ahead: of the next tile, to be fetched beside
 // the two products: a whole tile ahead, or memory is waited for.
 template <class T, int R>
 void attend_rows(const relay_call& call, const Unit& unit, int64_t row, const Tile<T>& tile,
@@ -293,7 +289,7 @@ void attend(const relay_call& call, const Place& from, const Place& to, char* sc
       expect(*soon, true, call.head_size, keys_ahead);
       expect(*soon, false, call.head_size, values_ahead);
     }
-    make_panels(*now, room, call.head_size, at.unit.rows);
+    make_panels(*now, room, call.head_size);
     attend_tile(call, at.unit, *now, room, keys_ahead, values_ahead);
     const bool last = at.place.tile == at.unit.tiles - 1;
     if (last && whole) {

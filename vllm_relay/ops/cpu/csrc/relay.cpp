@@ -3,8 +3,13 @@
 #include <string.h>
 
 #include <atomic>
+#include <new>
 #include <string>
 #include <vector>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include "work.h"
 
@@ -27,13 +32,16 @@ std::vector<const Kernels*> find_kernels() {
   std::vector<const Kernels*> found;
 #if defined(__x86_64__)
   __builtin_cpu_init();
+  unsigned a, b, c = 0, d;
+  const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);  // not every compiler asks
+  const bool avx2 = f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                      avx2;
   if (relay_kernels_avx512_bf16 && avx512 && __builtin_cpu_supports("avx512bf16"))
     found.push_back(relay_kernels_avx512_bf16());
   if (relay_kernels_avx512 && avx512) found.push_back(relay_kernels_avx512());
-  if (relay_kernels_avx2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-    found.push_back(relay_kernels_avx2());
+  if (relay_kernels_avx2 && avx2) found.push_back(relay_kernels_avx2());
 #endif
   found.push_back(relay_kernels_portable());
   return found;
@@ -69,9 +77,10 @@ struct Memory {
 
 thread_local Memory scratch, sums;
 
-// fn(i) for every i below count, on as many threads.
+// fn(i) for every i below count. All threads are asked for, however many there is work for: the
+// runtime lets go of threads that a smaller team does not need, and of what they keep.
 template <class Fn>
-void in_parallel(relay_parallel parallel, int64_t count, const Fn& fn) {
+void in_parallel(relay_parallel parallel, int64_t threads, int64_t count, const Fn& fn) {
   struct Shared {
     const Fn* fn;
     int64_t count;
@@ -81,8 +90,8 @@ void in_parallel(relay_parallel parallel, int64_t count, const Fn& fn) {
     Shared& s = *(Shared*)data;
     for (int64_t i; (i = s.next.fetch_add(1, std::memory_order_relaxed)) < s.count;) (*s.fn)(i);
   };
-  if (count > 1 && parallel)
-    parallel(run, &shared, (unsigned)count, 0);
+  if (count > 1 && threads > 1 && parallel)
+    parallel(run, &shared, (unsigned)threads, 0);
   else
     run(&shared);
 }
@@ -103,14 +112,16 @@ bool blocks_exist(const relay_call& call) {
 
 // The work in parts of about equal cost: part i reaches from places[i] to places[i + 1].
 std::vector<Place> cut(const relay_call& call) {
-  const Place start = {0, 0, 0, 0}, end = {call.num_sequences, 0, 0, 0};
+  const Place end = {call.num_sequences, 0, 0, 0};
   int64_t total = 0;
-  Cursor at(call, start);
+  Cursor at(call, Place{0, 0, 0, 0});
+  // Not where it was put: sequences without queries are left out.
+  const Place start = at.at_end() ? end : at.place;
   for (; !at.at_end(); at.next_part()) total += call.kv_heads * cost_of(at.unit);
   int64_t parts = call.threads < 1 || total < WORTH_THREADS ? 1 : call.threads;
   std::vector<Place> places = {start};
   int64_t before = 0;
-  at = Cursor(call, start);
+  at = Cursor(call, Place{0, 0, 0, 0});
   for (int64_t i = 1; i < parts; ++i) {
     const int64_t wanted = total / parts * i + total % parts * i / parts;
     while (!at.at_end() && before + call.kv_heads * cost_of(at.unit) <= wanted) {
@@ -182,7 +193,7 @@ void fuse_partials(const relay_call& call) {
 
 extern "C" {
 
-int relay_attend(const relay_call* given) {
+int relay_attend(const relay_call* given) try {
   const relay_call& call = *given;
   if (!blocks_exist(call)) return RELAY_BAD_BLOCK;
   const Kernels& kernels = *chosen().load(std::memory_order_relaxed);
@@ -195,20 +206,20 @@ int relay_attend(const relay_call* given) {
   }
   if (call.num_sequences > 0) {
     const std::vector<Place> places = cut(call);
-    const int64_t threads = (int64_t)places.size() - 1;
+    const int64_t parts = (int64_t)places.size() - 1;
     // Where the sums of units go that begin before a part, and of those that end after it.
     const int64_t out_row = rounded(call.head_size, PIECE);
     const int64_t floats = MOST_ROWS * (out_row + 2);
-    std::vector<Sums> begun(threads), ended(threads);
-    if (threads > 1) {
-      float* at = (float*)sums.get(2 * threads * floats * (int64_t)sizeof(float));
+    std::vector<Sums> begun(parts), ended(parts);
+    if (parts > 1) {
+      float* at = (float*)sums.get(2 * parts * floats * (int64_t)sizeof(float));
       if (!at) return RELAY_NO_MEMORY;
-      for (int64_t i = 0; i < 2 * threads; ++i, at += floats)
+      for (int64_t i = 0; i < 2 * parts; ++i, at += floats)
         (i % 2 ? ended : begun)[i / 2] = {at, at + MOST_ROWS * out_row,
                                           at + MOST_ROWS * (out_row + 1)};
     }
     std::atomic<bool> enough{true};
-    in_parallel(call.parallel, threads, [&](int64_t i) {
+    in_parallel(call.parallel, call.threads, parts, [&](int64_t i) {
       char* memory = scratch.get(kernels.scratch);
       if (memory)
         kernels.attend[call.dtype](call, places[i], places[i + 1], memory, begun[i], ended[i]);
@@ -217,13 +228,15 @@ int relay_attend(const relay_call* given) {
     });
     if (!enough) return RELAY_NO_MEMORY;
     const std::vector<Shared> shared = shared_units(call, places, begun, ended);
-    in_parallel(call.parallel, (int64_t)shared.size(), [&](int64_t i) {
+    in_parallel(call.parallel, call.threads, (int64_t)shared.size(), [&](int64_t i) {
       const Shared& unit = shared[i];
       kernels.finish[call.dtype](call, unit.unit, unit.parts.data(), (int64_t)unit.parts.size());
     });
   }
   if (call.fused) fuse_partials(call);
   return RELAY_OK;
+} catch (const std::bad_alloc&) {
+  return RELAY_NO_MEMORY;
 }
 
 int relay_fuse(const relay_fuse_call* given) {
@@ -235,7 +248,7 @@ int relay_fuse(const relay_fuse_call* given) {
   int64_t parts = elements < 1 << 15 ? 1 : call.threads;
   if (parts > call.tokens) parts = call.tokens;
   if (parts < 1) parts = 1;
-  in_parallel(call.parallel, parts, [&](int64_t i) {
+  in_parallel(call.parallel, call.threads, parts, [&](int64_t i) {
     fuse[call.fused_dtype](call, call.tokens * i / parts, call.tokens * (i + 1) / parts);
   });
   return RELAY_OK;
@@ -279,8 +292,8 @@ int relay_pack(int64_t dtype, int64_t head_size, int64_t kv_heads, const relay_l
                         keys ? head_size : tokens, keys ? tokens : head_size);
   };
   // Runs outermost: the heads of a block lie side by side.
-  in_parallel(parallel, threads < 1 ? 1 : threads, [&](int64_t i) {
-    const int64_t all = runs * kv_heads, count = threads < 1 ? 1 : threads;
+  const int64_t all = runs * kv_heads, count = threads < 1 ? 1 : threads;
+  in_parallel(parallel, count, count, [&](int64_t i) {
     for (int64_t j = all * i / count; j < all * (i + 1) / count; ++j) {
       one(from->k, to->k, true, j % kv_heads, j / kv_heads);
       one(from->v, to->v, false, j % kv_heads, j / kv_heads);

@@ -97,7 +97,7 @@ RELAY_INLINE vf exp2(vf x) {
   return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
   const vf result = (vf)((vi)p + ((vi)shifted << 23));
-  return x < -126.0f ? vf{} : result;
+  return x < -126.0f ? vf{} : x == x ? result : x;  // the bits of a NaN may be any
 #endif
 }
 
