@@ -11,9 +11,9 @@ from vllm_relay.backend.probe import Probe, Shape
 from vllm_relay.sharing import Planner, predict, reads
 from vllm_relay.sharing.device import find_costs
 
-# Rounds go on until the median of the ratios is known to so much (its standard error), but not
-# longer than so many seconds per point.
-KNOWN, BUDGET, FEWEST = 0.004, 30.0, 11
+# Rounds go on until the median of the ratios is known to such a part of it (its standard error), but
+# not longer than so many seconds per point.
+KNOWN, BUDGET, FEWEST = 0.004, 20.0, 11
 
 
 class GridWorker:
@@ -58,7 +58,7 @@ def _measure(probe: Probe, shape: Shape) -> dict[str, Any]:
         low, high = np.percentile(ratios, (25, 75))
         # of the median of numbers about normally distributed
         error = 1.25 * (high - low) / 1.35 / len(ratios) ** 0.5
-        if error < KNOWN or time.perf_counter() - begun > BUDGET:
+        if error < KNOWN * statistics.median(ratios) or time.perf_counter() - begun > BUDGET:
             break
     medians = [statistics.median(of_call) for of_call in times]
 
