@@ -11,8 +11,8 @@ from vllm_relay.backend.probe import Probe, Shape
 from vllm_relay.sharing import Planner, predict, reads
 from vllm_relay.sharing.device import find_costs
 
-# Rounds go on until the median of the ratios is known to such a part of it (its standard error), but
-# not longer than so many seconds per point.
+# Rounds go on until the median of the ratios is known to such a part of it (its standard error),
+# but not longer than so many seconds per point.
 KNOWN, BUDGET, FEWEST = 0.004, 20.0, 11
 
 
