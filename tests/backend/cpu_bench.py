@@ -13,6 +13,7 @@ from vllm.v1.attention.backends import cpu_attn
 
 from vllm_relay.backend import cpu, cpu_impl
 from vllm_relay.backend.copies import SegmentCopies
+from vllm_relay.backend.packing import Packing
 from vllm_relay.config import RelayConfig
 from vllm_relay.ops import reference
 from vllm_relay.sharing import Planner, reads
@@ -77,6 +78,7 @@ def make_bench(
         _costs=reads(),
         _planner=Planner(BLOCK, reads(), 3),
         _forgone=0.0,
+        _packing=Packing(BLOCK),
         _impls=[impl],
         _native=cpu.RelayMetadataBuilder._choose_kernels([impl]),
         _relayed=False,

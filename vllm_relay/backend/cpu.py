@@ -22,10 +22,11 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from vllm_relay import metrics
-from vllm_relay.backend.copies import SegmentCopies, SegmentCopy, lasting, written_blocks
+from vllm_relay.backend.copies import SegmentCopies, SegmentCopy, written_blocks
 from vllm_relay.backend.cpu_impl import RelayImpl, RelayMetadata
 from vllm_relay.backend.cpu_native import NativeStep, make_step
 from vllm_relay.backend.metadata import GroupStep, RelayStep
+from vllm_relay.backend.packing import Packed, Packing
 from vllm_relay.config import RelayConfig, only_system_kv
 from vllm_relay.ops.cpu import native
 from vllm_relay.sharing import (
@@ -94,6 +95,7 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         self._planner = Planner(self._block, self._costs, self._config.max_levels or LEVELS)
         # Seconds per layer that groups would have saved for which no copy was made.
         self._forgone = 0.0
+        self._packing = Packing(self._block)
         # vLLM's builder plans its kernel's work for a number of query heads.
         self._twice_the_heads: CPUAttentionMetadataBuilder | None = copy.copy(self)
         self._twice_the_heads.num_heads = 2 * self.num_heads
@@ -196,7 +198,7 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         if rows > 1 and common.causal is True:
             choice = self._planner.plan(table, lens, queries)
             if choice.forest.levels and self._native:
-                packed = self._pack_segments(choice, table)
+                packed = self._packing.segments(choice, table, self._costs, self._copies)
                 plan = make_plan(choice.forest, table, lens)
                 assert plan is not None  # there are groups
                 step = self._native_step(common, plan, packed, queries)
@@ -208,77 +210,19 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         metrics.count_step(plan, self._bytes_per_token)
         return step
 
-    def _pack_segments(
-        self, choice: Choice, table: np.ndarray
-    ) -> list[list[tuple[SegmentCopy, slice] | None]]:
-        """Of each group of a choice its packed segment, None where it is read in place.
-
-        Packing takes about as long as some tens of steps gain from it, and nobody knows how many
-        will come: it is done once steps have forgone as much (see `_copy_segments`). System KVs
-        stay, and are packed at once. Groups are chosen by what they cost in place, so that each
-        pays before it is packed.
-        """
-        system, packed = self._costs.system, self._costs.packed or self._costs.system
-        found: list[list[tuple[SegmentCopy, slice] | None]] = []
-        in_use, missing, gain = [], [], 0.0
-        for level in choice.forest.levels:
-            found.append([])
-            for group in level:
-                start, blocks = group.segment.start, table[group.rows[0]]
-                held = self._copies.find(blocks[start : group.segment.end], start)
-                if held is not None and held[1].stop - held[1].start < group.segment.blocks:
-                    held = None
-                if held is not None:
-                    in_use.append(held[0])
-                else:
-                    missing.append((len(found) - 1, len(found[-1]), group))
-                    tokens = group.segment.blocks * self._block
-                    queries = choice.shape.query_lens[group.rows].sum()
-                    gain += (system.first - packed.first) * tokens
-                    gain += (system.pair - packed.pair) * tokens * float(queries)
-                found[-1].append(held)
-        passing = sum(
-            block not in lasting
-            for _, _, group in missing
-            for block in table[group.rows[0], group.segment.start : group.segment.end].tolist()
-        )
-        price = self._costs.copy * self._block * passing
-        self._forgone = min(self._forgone + max(gain, 0.0), price)
-        if missing and self._forgone >= price:
-            self._forgone = 0.0
-            for level_index, index, group in missing:
-                start, blocks = group.segment.start, table[group.rows[0]]
-                segment = (blocks[start : group.segment.end], start, in_use)
-                # Whole or not at all: others would make room for what nobody can use.
-                if self._copies.to_make(*segment) == group.segment.blocks:
-                    held = self._copies.get(*segment)
-                    assert held is not None
-                    in_use.append(held[0])
-                    found[level_index][index] = held
-        return found
-
     def _native_step(
-        self,
-        common: Any,
-        plan: RelayPlan,
-        packed: list[list[tuple[SegmentCopy, slice] | None]],
-        queries: np.ndarray,
+        self, common: Any, plan: RelayPlan, packed: Packed, queries: np.ndarray
     ) -> NativeStep:
-        starts = common.query_start_loc[: common.num_reqs + 1].numpy()
         loners = np.setdiff1d(np.arange(common.num_reqs), plan.rows, assume_unique=True)
         rows = np.concatenate([plan.rows, loners])
-        offsets = np.concatenate([[0], queries[plan.rows].cumsum()])
-        levels = []
-        for level, of_level in zip(plan.levels, packed, strict=True):
-            bounds = offsets[level.cu_rows].tolist()
-            sequences = zip(bounds[:-1], bounds[1:], level.groups.tolist(), strict=True)
-            levels.append(
-                [
-                    None if group < 0 else GroupStep(begin, end, *(of_level[group] or IN_PLACE))
-                    for begin, end, group in sequences
-                ]
-            )
-        tokens = _tokens(rows, starts)
+        levels = [
+            [
+                None if group < 0 else GroupStep(begin, end, *(of_level[group] or IN_PLACE))
+                for begin, end, group in sequences
+            ]
+            for sequences, of_level in zip(_sequences(plan, queries), packed, strict=True)
+        ]
+        tokens = _tokens(rows, common.query_start_loc[: common.num_reqs + 1].numpy())
         ordered = np.array_equal(tokens, np.arange(common.num_actual_tokens))
         impl = next(impl for impl in self._impls if impl.refusal is None)
         return make_step(
@@ -378,20 +322,12 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         queries: np.ndarray,
     ) -> RelayStep:
         starts = common.query_start_loc[: common.num_reqs + 1].numpy()
-        # Where the query tokens of each grouped row begin in the order of the plan.
-        offsets = np.concatenate([[0], queries[plan.rows].cumsum()])
-        levels = []
-        for level, of_level in zip(plan.levels, copies, strict=True):
-            bounds = offsets[level.cu_rows].tolist()
-            sequences = zip(bounds[:-1], bounds[1:], level.groups.tolist(), strict=True)
-            # No group: rows that only groups further out hold.
-            levels.append(
-                tuple(
-                    GroupStep(begin, end, *of_level[group])
-                    for begin, end, group in sequences
-                    if group >= 0
-                )
+        levels = [
+            tuple(
+                GroupStep(begin, end, *of_level[group]) for begin, end, group in level if group >= 0
             )
+            for level, of_level in zip(_sequences(plan, queries), copies, strict=True)
+        ]
         tokens = _tokens(plan.rows, starts)
         everything = np.arange(common.num_actual_tokens)
         loners = np.setdiff1d(np.arange(common.num_reqs), plan.rows, assume_unique=True)
@@ -445,6 +381,19 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
             block_table_tensor=torch.from_numpy(tables),
         )
         return CPUAttentionMetadataBuilder.build(builder, 0, part)
+
+
+def _sequences(plan: RelayPlan, queries: np.ndarray) -> list[list[tuple[int, int, int]]]:
+    """Of each level: begin and end of adjacent query tokens in the order of the plan, their group.
+
+    The group is -1 for rows that only groups further out hold.
+    """
+    offsets = np.concatenate([[0], queries[plan.rows].cumsum()])
+    levels = []
+    for level in plan.levels:
+        bounds = offsets[level.cu_rows].tolist()
+        levels.append(list(zip(bounds[:-1], bounds[1:], level.groups.tolist(), strict=True)))
+    return levels
 
 
 def _tokens(rows: np.ndarray, starts: np.ndarray) -> np.ndarray:
