@@ -199,15 +199,9 @@ def test_full_graphs_are_counted_on_both_runners(monkeypatch: pytest.MonkeyPatch
 
 def plant_wrong_lse_on_cpu() -> None:
     """`in_engine.plant_wrong_lse` for the CPU backend."""
-    from vllm_relay.ops import system
+    from tests.e2e.in_worker import WorkerExtension
 
-    stock = system.system_attention
-
-    def system_attention(*args: Any, **kwargs: Any) -> Any:
-        out, lse = stock(*args, **kwargs)
-        return out, lse + 0.1
-
-    system.system_attention = system_attention
+    WorkerExtension().plant("lse")
 
 
 @pytest.mark.engine
