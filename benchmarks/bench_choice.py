@@ -116,7 +116,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_yticks([0.2, 0.5, 1, 2], ["0.2", "0.5", "1", "2"])
+    axes.set_yticks([0.2, 0.5, 1, 2, 4, 8], ["0.2", "0.5", "1", "2", "4", "8"])
     axes.set_yticks([], minor=True)
     axes.set_xlabel("KV token reads saved per step and layer (left edge: none)")
     axes.set_ylabel("time of vLLM's own attention\nover relay's")
