@@ -1,6 +1,7 @@
 """Every way to ask for relay, and what a user sees when it cannot be had."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,8 @@ def test_the_config_file_in_any_case(tmp_path: Path) -> None:
         answers = _ask_together(server.url, QUESTIONS)
     assert all(answers)
     text = log.read_text()
-    assert "6 requests share " in text and " tokens in 1 group: " in text
+    # said of the first step that relays: on a busy machine not all six have arrived by then
+    assert re.search(r" [2-6] requests share \d+ tokens in 1 group: ", text)
     assert "relay: steps=" in text and "steps_relayed=0" not in text
 
 
