@@ -1,6 +1,5 @@
 """A layer, its builder and a KV cache on the engine's own kernels, without an engine."""
 
-import copy
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ from vllm.v1.attention.backends import cpu_attn
 
 from vllm_relay.backend import cpu, cpu_impl
 from vllm_relay.backend.copies import SegmentCopies
-from vllm_relay.backend.packing import Packing
 from vllm_relay.config import RelayConfig
 from vllm_relay.ops import reference
 from vllm_relay.sharing import Planner, reads
@@ -77,15 +75,12 @@ def make_bench(
         _copies=SegmentCopies(1, 10**6),
         _costs=reads(),
         _planner=Planner(BLOCK, reads(), 3),
-        _forgone=0.0,
-        _packing=Packing(BLOCK),
         _impls=[impl],
         _native=cpu.RelayMetadataBuilder._choose_kernels([impl]),
         _relayed=False,
         _active=True,
     )
-    builder._twice_the_heads = copy.copy(builder)
-    builder._twice_the_heads.num_heads = 2 * heads
+    builder._steps = builder._make_steps()
 
     g = torch.Generator().manual_seed(heads + dim)
     keys, values = (

@@ -52,6 +52,22 @@ def test_a_copy_is_cut_to_what_some_row_holds_in_order_and_computed() -> None:
         assert [c.block_ids.tolist() for c in copies] == ([left] if left else [])
 
 
+def test_a_copy_of_a_pinned_system_kv_needs_no_row_and_makes_no_room() -> None:
+    copies = _copies((1, 2, 3), max_bytes=40)
+    (copy,) = copies
+    copies.lasting.update([1, 2, 3])
+    copies.begin_step(_table((5, 6)), np.array([2]), NOTHING)
+    assert list(copies) == [copy] and copy.block_ids.tolist() == [1, 2, 3]
+    assert copies.to_make(_ids(5, 6), 0) == 1
+    assert copies.get(_ids(5, 6), 0) == (list(copies)[1], slice(0, 1))
+    assert copies.find(_ids(1, 2, 3), 0) == (copy, slice(0, 3))
+    copies.begin_step(_table((5, 6)), np.array([2]), np.array([2]))  # written all the same
+    assert copy.block_ids.tolist() == [1]
+    copies.lasting.clear()  # no longer pinned
+    copies.begin_step(_table((5, 6)), np.array([2]), NOTHING)
+    assert [c.block_ids.tolist() for c in copies] == [[5]]
+
+
 def test_a_shorter_segment_uses_the_longer_copy_and_a_longer_one_replaces_it() -> None:
     copies = _copies((5, 6, 7))
     (copy,) = copies

@@ -69,6 +69,21 @@ def test_packed_segments_and_blocks_in_place_give_the_same_numbers(dtype: torch.
     assert torch.equal(mixed[[1, 4]], in_place[[1, 4]])
 
 
+def test_a_system_kv_is_packed_when_it_is_loaded_and_as_long_as_it_is_pinned() -> None:
+    bench, step = bench_of(), make_step([[1, 2, 3, 10], [1, 2, 3, 11]], [100, 110])
+    other = make_step([[4, 5, 12], [4, 5, 13]], [70, 80])
+    timed(bench, copy=1e9, packed=KernelCosts(first=0.5))  # never worth it otherwise
+    bench.impl.copies = copies = bench.builder._copies = SegmentCopies(1, 3)
+    bench.impl.keep(bench.layer, bench.cache, [1, 2, 3])
+    bench.impl.keep(bench.layer, bench.cache, [1, 2, 6, 7])  # no room: read in place
+    assert [(len(c.block_ids), len(c._layers)) for c in copies] == [(3, 1)]
+    assert [packed(bench, s) for s in (step, other, step)] == [[True], [False], [True]]
+    query = torch.randn(2, HEADS, DIM).bfloat16()
+    assert_as_good(*outputs(bench, step, query), torch.bfloat16)
+    bench.impl.forget()
+    assert [packed(bench, s) for s in (step, other, step)] == [[True], [False], [False]]
+
+
 def test_what_does_not_fit_evicts_nothing() -> None:
     bench = bench_of()
     bench.builder._copies = SegmentCopies(1, 3)

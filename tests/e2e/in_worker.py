@@ -221,27 +221,36 @@ class WorkerExtension:
 
     def watch_steps(self) -> None:
         """Count levels and query lengths of relayed steps from now on."""
-        from vllm_relay.backend.cpu import RelayMetadataBuilder
+        from vllm_relay.backend.cpu_native import NativeSteps
+        from vllm_relay.backend.cpu_torch import TorchSteps
 
         def counting(stock: Any) -> Any:
-            def step(self: Any, common: Any, plan: Any, copies: Any, queries: Any) -> Any:
-                made = stock(self, common, plan, copies, queries)
-                seen = {"levels": [len(made.levels)], "queries": queries[plan.rows]}
-                for name, values in seen.items():
-                    for value in map(int, values):
-                        _seen[name][value] = _seen[name].get(value, 0) + 1
+            def make(self: Any, batch: Any, *args: Any) -> Any:
+                made = stock(self, batch, *args)
+                if made is not None:
+                    plan, step = made
+                    seen = {"levels": [len(step.levels)], "queries": batch.queries[plan.rows]}
+                    for name, values in seen.items():
+                        for value in map(int, values):
+                            _seen[name][value] = _seen[name].get(value, 0) + 1
                 return made
 
-            return step
+            return make
 
-        for name in ("_step", "_native_step"):
-            setattr(RelayMetadataBuilder, name, counting(getattr(RelayMetadataBuilder, name)))
+        for steps in (NativeSteps, TorchSteps):
+            steps.make = counting(steps.make)
 
     def seen_steps(self) -> dict[str, dict[int, int]]:
         return _seen
 
     def watched(self) -> dict[str, int]:
         return dict(_watched)
+
+    def packed(self) -> list[int]:
+        """Of each packed segment, in how many layers it is."""
+        layers = self.vllm_config.compilation_config.static_forward_context.values()
+        (copies,) = {layer.impl.copies for layer in layers}
+        return [len(segment._layers) for segment in copies]
 
     def scale_weights(self, factor: float) -> None:
         """What a weight update does: other numbers in the same parameters."""

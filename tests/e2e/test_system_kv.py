@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.random_model import VOCABULARY, write_random_model
+from benchmarks.random_model import LAYERS, VOCABULARY, write_random_model
 from tests.e2e.system_kv import BLOCK, build, run_program, run_relay
 from vllm_relay.system_kv.file import SystemKVFile, tensor_names, write_file
 
@@ -73,6 +73,7 @@ def test_loaded_before_the_first_request_found_by_all_and_relayed(
 ) -> None:
     program = [
         ["status", None],
+        ["rpc", ["packed"]],
         _generate(force=stock["tokens"]),
         ["status", None],
         ["counters", None],
@@ -80,8 +81,9 @@ def test_loaded_before_the_first_request_found_by_all_and_relayed(
         _generate(count=1, salt="a tenant of its own"),
     ]
     results, log = run_program(tmp_path, _engine(model, file), program)
-    before, answers, (after,), (counters,), wrong, salted = results
+    before, packed, answers, (after,), (counters,), wrong, salted = results
     assert before[0]["block_ids"] == [1, 2, 3, 4, 5] and before[0]["requests_hit"] == 0
+    assert packed == [[LAYERS]]
     assert answers["cached"] == [5 * BLOCK] * 6
     assert _distance(answers, stock) < COARSE
     assert (after["requests_hit"], after["tokens_hit"]) == (6, 6 * 5 * BLOCK)
@@ -167,6 +169,7 @@ def test_reset_sleep_and_wake_keep_them_and_new_weights_do_not(
 ) -> None:
     ids = [1, 2, 3, 4, 5]
     program = [
+        ["rpc", ["watch", True]],
         ["reset", None],  # before anybody asked
         _generate(count=1),
         ["reset", None],
@@ -182,12 +185,19 @@ def test_reset_sleep_and_wake_keep_them_and_new_weights_do_not(
         _generate(count=1),
         ["status", None],
         ["pool", ids],
+        ["rpc", ["packed"]],
         _generate(count=2),
         ["reset", None],
         _generate(count=1),
+        ["rpc", ["watched"]],
     ]
     engine = _engine(model, file)
     results, log = run_program(tmp_path, engine, program, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    results.pop(0)
+    # What is packed outlives the requests, and not the weights; what was read was never stale.
+    assert results.pop(15) == [[]]
+    (watched,) = results.pop()
+    assert watched["reads"] > 0 and watched["stale"] == 0
     assert results[0] is True and results[2] is True and results[11] is True
     assert results[1]["cached"] == [640]
     assert results[3][0]["cached"] is False

@@ -17,6 +17,7 @@ request that goes on in it: both belong to one request, which writes them in the
 KV connectors write any block between passes; with one configured nothing is copied at all. Ours is
 the exception: it writes the blocks of system KVs before the first pass, and after a reset of the
 prefix cache once more what they held; no other token is ever written there while they are pinned.
+So no row need hold those: their pin vouches for them.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -29,10 +30,6 @@ import torch
 from vllm_relay.backend.layout import BlockLayout
 
 T = TypeVar("T")
-
-# Blocks that hold system KVs in this process, for good as far as anybody knows: a copy of them will
-# pay. Nothing else goes by it.
-lasting: set[int] = set()
 
 
 @dataclass(eq=False)
@@ -91,6 +88,8 @@ class SegmentCopies:
         self._bytes_per_block = bytes_per_block
         self._max_bytes = max_bytes
         self._copies: list[SegmentCopy] = []
+        # Blocks that hold pinned system KVs, for good as far as anybody knows. Copies of them stay.
+        self.lasting: set[int] = set()
 
     @property
     def nbytes(self) -> int:
@@ -108,11 +107,13 @@ class SegmentCopies:
             written_blocks: ids of the blocks that the step writes to.
         """
         for copy in self._copies:
-            columns = block_table[:, copy.start : copy.start + len(copy.block_ids)]
-            ids = copy.block_ids[: columns.shape[1]]
-            same = columns == ids
-            same &= copy.start + np.arange(len(ids)) < computed_blocks[:, None]
-            held = same.cumprod(axis=1).any(axis=0).sum()
+            ids = copy.block_ids
+            columns = block_table[:, copy.start : copy.start + len(ids)]
+            count = columns.shape[1]
+            same = columns == ids[:count]
+            same &= copy.start + np.arange(count) < computed_blocks[:, None]
+            pinned = np.array([block in self.lasting for block in ids.tolist()])
+            held = max(same.cumprod(axis=1).any(axis=0).sum(), pinned.cumprod().sum())
             written = np.isin(ids[:held], written_blocks)
             copy.block_ids = ids[: written.argmax() if written.any() else held]
         self._copies = [copy for copy in self._copies if len(copy.block_ids)]
@@ -127,9 +128,13 @@ class SegmentCopies:
 
     def _fitting(self, block_ids: np.ndarray, have: int, in_use: Collection[SegmentCopy]) -> int:
         """Blocks that a new copy would hold; 0 where it would hold no more than there is."""
-        room = self._max_bytes - sum(c.nbytes for c in self._copies if c in in_use)
+        room = self._max_bytes - sum(c.nbytes for c in self._copies if self._stays(c, in_use))
         count = min(len(block_ids), room // self._bytes_per_block)
         return count if count > have else 0
+
+    def _stays(self, copy: SegmentCopy, in_use: Collection[SegmentCopy]) -> bool:
+        """Whether it makes no room for others: a copy in use, or of a system KV."""
+        return copy in in_use or self.lasting.issuperset(copy.block_ids.tolist())
 
     def get(
         self,
@@ -154,11 +159,11 @@ class SegmentCopies:
         count = self._fitting(block_ids, have, in_use) if make else 0
         if not count:
             return found
-        kept = [c for c in self._copies if c in in_use]
+        kept = [c for c in self._copies if self._stays(c, in_use)]
         # Copies that are not in use make room, oldest first, and at once when the new one holds
         # what they hold.
         new = SegmentCopy(block_ids[:count].copy(), start, count * self._bytes_per_block)
-        spare = [c for c in self._copies if c not in in_use and not _holds(new, c)]
+        spare = [c for c in self._copies if c not in kept and not _holds(new, c)]
         while spare and sum(c.nbytes for c in (*kept, *spare, new)) > self._max_bytes:
             spare.pop(0)
         self._copies = [*(c for c in self._copies if c in kept or c in spare), new]

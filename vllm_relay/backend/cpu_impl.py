@@ -1,14 +1,17 @@
 """One layer's relay attention on vLLM's CPU engine: vLLM's own, with the relay path in front."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
-from vllm_relay.backend.cpu_native import NativeStep
+from vllm_relay.backend.copies import SegmentCopies
+from vllm_relay.backend.cpu_native import NativeStep, packed
 from vllm_relay.backend.layout import BlockLayout, find_layout
 from vllm_relay.backend.metadata import RelayStep
 from vllm_relay.backend.sink_lse import (
@@ -39,6 +42,8 @@ class RelayImpl(CPUAttentionBackendImpl):
         self._layout: BlockLayout | None = None
         # Why our own kernels do not serve this layer; None where they do.
         self.not_native: str | None = "nothing is known of its KV blocks"
+        # Packed segments of the builder that plans for this layer, where it packs any.
+        self.copies: SegmentCopies | None = None
 
     def _refusal(self) -> str | None:
         """What about this layer the split does not cover, or None."""
@@ -88,6 +93,29 @@ class RelayImpl(CPUAttentionBackendImpl):
             if dtype == torch.float16 and self.not_native is not None:
                 # Its range is too small for `sink_lse`.
                 self.refusal = "float16"
+
+    def keep(self, layer: Any, kv_cache: torch.Tensor, block_ids: Sequence[int]) -> None:
+        """Pack blocks that hold a system KV, from the first on; they stay so until `forget`.
+
+        Where ``max_copy_gib`` has no room for all of them they are read in place.
+        """
+        if self.copies is None or not block_ids:
+            return
+        assert self._layout is not None  # or there would be no copies
+        cache, blocks = self._layout.for_kernels(kv_cache), np.array(block_ids, dtype=np.int32)
+        self.copies.lasting.update(block_ids)
+        held = self.copies.find(blocks, 0)
+        if held is None or held[1].stop < len(blocks):
+            if self.copies.to_make(blocks, 0) < len(blocks):
+                return
+            held = self.copies.get(blocks, 0)
+        assert held is not None and cache is not None
+        packed(held[0], layer.layer_name, cache, kv_cache)
+
+    def forget(self) -> None:
+        """System KVs may be no more."""
+        if self.copies is not None:
+            self.copies.lasting.clear()
 
     def forward_relayed(
         self,

@@ -12,13 +12,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_relay.backend.copies import SegmentCopies, SegmentCopy
 from vllm_relay.backend.layout import BlockLayout
-from vllm_relay.backend.metadata import GroupStep
+from vllm_relay.backend.metadata import Batch, GroupStep, sequences_of
+from vllm_relay.backend.packing import Packing
 from vllm_relay.ops.cpu import native
 from vllm_relay.ops.cpu.attention import context_sequences
+from vllm_relay.ops.cpu.native import Layout
 from vllm_relay.ops.cpu.packed import PackedSegment
 from vllm_relay.ops.cpu.step import StepAttention
-from vllm_relay.sharing import RelayPlan
+from vllm_relay.sharing import Choice, Costs, RelayPlan, make_plan
+
+# Of a group whose segment is not packed: no copy, and none of its blocks.
+IN_PLACE = (None, slice(0))
 
 
 @dataclass(frozen=True)
@@ -45,27 +51,61 @@ class NativeStep:
         """One layer; query, output ``[T, Hq, D]``, cache ``[blocks, Hkv, block_size, 2 * D]``."""
         cache = layout.for_kernels(kv_cache)
         assert cache is not None  # or the layer would not be served so
-        block_size, head_size = kv_cache.shape[2], kv_cache.shape[3] // 2
-        segments = []
-        for level in self.levels:
-            for group in level:
-                copy = group.copy
-                if copy is None:
-                    continue
-
-                def pack(blocks: NDArray[np.int32] = copy.block_ids) -> PackedSegment:
-                    return PackedSegment(
-                        cache,
-                        kv_cache.shape[1],
-                        head_size,
-                        kv_cache.dtype,
-                        len(blocks) * block_size,
-                        blocks,
-                    )
-
-                packed = copy.layer(layer.layer_name, pack)
-                segments.append(packed.from_token(group.blocks.start * block_size))
+        segments = [
+            packed(group.copy, layer.layer_name, cache, kv_cache).from_token(
+                group.blocks.start * kv_cache.shape[2]
+            )
+            for level in self.levels
+            for group in level
+            if group.copy is not None
+        ]
         self.attention.run(query, cache, segments, output)
+
+
+def packed(copy: SegmentCopy, layer: str, cache: Layout, kv_cache: torch.Tensor) -> PackedSegment:
+    """A copy as this layer's packed segment; it is packed the first time.
+
+    Args:
+        layer: its name. cache: of ``kv_cache [blocks, Hkv, block_size, 2 * D]``.
+    """
+    _, kv_heads, block_size, width = kv_cache.shape
+
+    def pack() -> PackedSegment:
+        blocks, tokens = copy.block_ids, len(copy.block_ids) * block_size
+        return PackedSegment(cache, kv_heads, width // 2, kv_cache.dtype, tokens, blocks)
+
+    return copy.layer(layer, pack)
+
+
+class NativeSteps:
+    """Makes them.
+
+    Args:
+        block_size: of block tables. impl: the attention of any of the layers. dtype: of KV.
+    """
+
+    def __init__(self, block_size: int, impl: Any, dtype: torch.dtype) -> None:
+        self.keeping = Packing(block_size)
+        self._impl, self._dtype = impl, dtype
+
+    def make(
+        self, batch: Batch, choice: Choice, costs: Costs, copies: SegmentCopies
+    ) -> tuple[RelayPlan, NativeStep]:
+        """Lay out a step of these groups."""
+        packed = self.keeping.segments(choice, batch.tables, costs, copies)
+        plan = make_plan(choice.forest, batch.tables, batch.lens)
+        assert plan is not None  # there are groups
+        rows = np.concatenate([plan.rows, batch.loners(plan)])
+        levels = [
+            [
+                None if group < 0 else GroupStep(begin, end, *(of_level[group] or IN_PLACE))
+                for begin, end, group in sequences
+            ]
+            for sequences, of_level in zip(sequences_of(plan, batch.queries), packed, strict=True)
+        ]
+        return plan, make_step(
+            plan, levels, rows, batch.queries[rows], batch.places(rows), self._impl, self._dtype
+        )
 
 
 def make_step(
@@ -73,7 +113,7 @@ def make_step(
     levels: Sequence[Sequence[GroupStep | None]],
     rows: NDArray[np.integer[Any]],
     queries: NDArray[np.int32],
-    places: NDArray[np.int64] | None,
+    places: torch.Tensor | None,
     impl: Any,
     dtype: torch.dtype,
 ) -> NativeStep:
@@ -83,7 +123,7 @@ def make_step(
         plan: of the step. levels: of each sequence of each level of the plan its group, None for
             gaps.
         rows: of the batch, those of the plan first, in its order. queries: of each of them.
-        places: of their query tokens in the batch, None where that is the order of the batch.
+        places: int64, of their query tokens in the batch, None where that is their order.
         impl: the attention of any of the layers.
     """
     starts = np.concatenate([[0], queries.cumsum()])
@@ -110,7 +150,7 @@ def make_step(
     attention = StepAttention(
         np.concatenate([*parts, contexts]),
         keep,
-        None if places is None else torch.from_numpy(places),
+        places,
         tokens=int(starts[-1]),
         partials=len(levels) + 1,
         segments=segments,

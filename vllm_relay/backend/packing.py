@@ -2,13 +2,13 @@
 
 Packing takes about as long as some tens of steps gain from it, and nobody knows how many will come.
 It is done once steps have forgone as much: then waiting and packing cost no more than twice what
-was best. System KVs stay, and are packed at once. Groups are chosen by what they cost in place, so
-that each pays before it is packed.
+was best. System KVs stay: they are packed when they are loaded, see `RelayImpl.keep`. Groups are
+chosen by what they cost in place, so that each pays before it is packed.
 """
 
 import numpy as np
 
-from vllm_relay.backend.copies import SegmentCopies, SegmentCopy, lasting
+from vllm_relay.backend.copies import SegmentCopies, SegmentCopy
 from vllm_relay.sharing import Choice, Costs, Group
 
 # Of each group of each level of a choice its packed segment; None where it is read in place.
@@ -46,7 +46,7 @@ class Packing:
                 else:
                     missing.append((number, index, blocks, start))
                     gain += self._gain(group, choice, costs)
-                    passing += sum(block not in lasting for block in blocks.tolist())
+                    passing += sum(block not in copies.lasting for block in blocks.tolist())
         price = costs.copy * self._block * passing
         self.forgone = min(self.forgone + gain, price)
         if missing and self.forgone >= price:

@@ -133,7 +133,7 @@ class Probe:
         self.builder._costs = costs
         self.builder._planner = Planner(self.block, costs, levels)
         self.builder._copies = SegmentCopies(1, 2**62)
-        self.builder._forgone = self.builder._packing.forgone = np.inf
+        self.builder._steps.keeping.forgone = np.inf
         metadata = self.builder.build(0, common)
         relayed = isinstance(metadata, RelayMetadata)
         # What `RelayImpl.relay` leaves in place of ``forward`` for such a step: vLLM's own, or

@@ -12,7 +12,6 @@ import blake3
 import torch
 
 from vllm_relay import metrics, plugin
-from vllm_relay.backend.copies import lasting
 from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
 from vllm_relay.system_kv.pins import place
 
@@ -68,8 +67,12 @@ class Writer:
             if begin < end:
                 slots = _slots(placement.block_ids[placement.shared :], self._block_size)
                 count += self._write_file(file, begin, end, slots)
-            lasting.update(placement.block_ids)
         seconds = time.monotonic() - started
+        for placement in placements:
+            for name in self._layers:
+                layer, cache = self._layer(name)
+                if keep := getattr(layer.impl, "keep", None):
+                    keep(layer, cache, placement.block_ids)
         if self._files and self._vllm_config.parallel_config.rank == 0:
             metrics.logger.info(
                 "relay: wrote %d system KV%s into the KV cache: %.1f MB in %.3f s, %.2f GB/s, "
@@ -81,6 +84,12 @@ class Writer:
                 count / 1e9 / max(seconds, 1e-9),
             )
 
+    def _layer(self, name: str) -> tuple[Any, torch.Tensor]:
+        """A layer of this worker's model, and its KV blocks."""
+        layer = self._vllm_config.compilation_config.static_forward_context[name]
+        cache = layer.kv_cache
+        return layer, cache[0] if isinstance(cache, (list, tuple)) else cache
+
     def _write_file(self, file: SystemKVFile, begin: int, end: int, slots: torch.Tensor) -> int:
         """Write tokens ``begin`` to ``end`` of a file; returns the bytes written."""
         described = {layer.name: layer for layer in file.manifest.layers}
@@ -91,15 +100,12 @@ class Writer:
         extra = described.keys() - ours
         if extra and parallel.pipeline_parallel_size == 1:
             raise SystemKVError(f"{file.path}: has KV for {min(extra)}, which this model lacks")
-        context = self._vllm_config.compilation_config.static_forward_context
         written = 0
         for name in self._layers:
-            layer, wanted = context[name], described[name]
+            (layer, cache), wanted = self._layer(name), described[name]
             heads = layer.impl.num_kv_heads
             first = _first_head(wanted.kv_heads, heads, parallel.tensor_parallel_size)
             _check_shape(file, layer, wanted)
-            cache = layer.kv_cache
-            cache = cache[0] if isinstance(cache, (list, tuple)) else cache
             slots = slots.to(cache.device)
             keys, values = (
                 tensor[begin:end, first : first + heads].to(cache.device).contiguous()
@@ -115,6 +121,9 @@ class Writer:
         Returns:
             None, or why the system KVs must not be used any more.
         """
+        for name in self._layers:
+            if forget := getattr(self._layer(name)[0].impl, "forget", None):
+                forget()
         if _fingerprint() != self._weights:
             return "the model's weights were changed"
         try:
