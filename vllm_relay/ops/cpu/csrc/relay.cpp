@@ -2,6 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <algorithm>
 #include <atomic>
 #include <new>
 #include <string>
@@ -27,6 +28,8 @@ namespace {
 
 // Work below this is not worth waking threads for, in the units of cost_of.
 constexpr int64_t WORTH_THREADS = 20000;
+// Parts for each thread: no two threads run equally fast all the time, and the faster takes more.
+constexpr int64_t PARTS_OF_THREAD = 4;
 
 std::vector<const Kernels*> find_kernels() {
   std::vector<const Kernels*> found;
@@ -118,7 +121,10 @@ std::vector<Place> cut(const relay_call& call) {
   // Not where it was put: sequences without queries are left out.
   const Place start = at.at_end() ? end : at.place;
   for (; !at.at_end(); at.next_part()) total += call.kv_heads * cost_of(at.unit);
-  int64_t parts = call.threads < 1 || total < WORTH_THREADS ? 1 : call.threads;
+  // What they are depends on the call alone, so that the same threads give the same bits.
+  int64_t parts = 1;
+  if (call.threads > 1 && total >= WORTH_THREADS)
+    parts = std::max(call.threads, std::min(PARTS_OF_THREAD * call.threads, total / WORTH_THREADS));
   std::vector<Place> places = {start};
   int64_t before = 0;
   at = Cursor(call, Place{0, 0, 0, 0});
