@@ -165,9 +165,12 @@ def main() -> int:
         title = f"{heads[0]}/{heads[1]} heads of {heads[2]}, {threads} threads"
         llm = start(heads)
         for part, name in track(CASES, title, console=console, transient=True):
-            ceiling = llm.collective_rpc("measure_ceilings")[0]
+            before = llm.collective_rpc("measure_ceilings")[0]
             given = (32, PREFIX) if part == "prefix" else CONTEXTS[name]
             measured = llm.collective_rpc(f"measure_{part}", args=(*given, args.rounds))[0]
+            after = llm.collective_rpc("measure_ceilings")[0]
+            # A machine that is shared is held up at times: a ceiling is the better of the two.
+            ceiling = before | {x: max(before[x], after[x]) for x in ("gemm_gflop_s", "read_gb_s")}
             rows += rows_of(part, name, heads, measured, ceiling)
         del llm
     table = Table(title="Attention of one layer (medians)")
