@@ -26,7 +26,12 @@ def environment(**extra: str) -> dict[str, str]:
 def run_engine(
     folder: Path, spec: dict[str, Any], script: str = "run_engine.py", **env: str
 ) -> dict[str, Any]:
-    """Run a script of this folder; returns its result and ``log``, shown when it fails."""
+    """Run a script of this folder; returns its result and ``log``, shown when it fails.
+
+    The engine runs in the script's own process unless told otherwise: one start of Python and vLLM
+    less. Servers, and the tests that say so, have it in processes of its own as users do.
+    """
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **env}
     spec_path, result_path = folder / "spec.json", folder / "result.json"
     spec_path.write_text(json.dumps(spec))
     result_path.unlink(missing_ok=True)

@@ -1,10 +1,11 @@
 """Run one vLLM engine over given prompts: ``run_engine.py SPEC.json RESULT.json``.
 
-SPEC: ``engine`` (arguments of `vllm.LLM`), ``warm_up`` and ``prompts`` (token ids), ``steps``,
-``force`` (tokens that each request must produce, or null for greedy), ``passes`` (errors of
-`in_worker.PLANTS` to plant, null for none). RESULT: ``counters`` of the first worker, ``workers``,
-``levels`` and ``queries`` (how many relayed steps had so many levels, and rows so many query
-tokens), and per pass ``tokens`` and ``logprobs`` of the produced tokens, both [requests][steps].
+SPEC: ``engine`` (arguments of `vllm.LLM`), ``warm_up`` and ``prompts`` (token ids), ``force``
+(tokens that each request must produce, or null for greedy), ``passes`` (an error of
+`in_worker.PLANTS` to plant, or null, and steps). RESULT: ``counters`` of the first worker,
+``workers``, ``levels`` and ``queries`` (how many relayed steps had so many levels, and rows so many
+query tokens), and per pass ``tokens`` and ``logprobs`` of the produced tokens, both
+[requests][steps].
 """
 
 import json
@@ -46,9 +47,9 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     if spec["engine"].get("attention_backend") == "relay":
         llm.collective_rpc("watch_steps")
     results = []
-    for name in spec["passes"]:
+    for name, steps in spec["passes"]:
         llm.collective_rpc("plant", args=(name,))
-        outputs = generate(spec["prompts"], spec["steps"], spec["force"])
+        outputs = generate(spec["prompts"], steps, spec["force"])
         results.append(
             {
                 "tokens": [list(o.token_ids) for o in outputs],

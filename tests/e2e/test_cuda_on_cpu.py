@@ -38,8 +38,8 @@ def test_answers_are_those_of_vllms_own_backend(tmp_path: Path) -> None:
         "block_size": 32,
         "dtype": "float32",
     }
-    spec = {"warm_up": [first, second], "prompts": prompts, "steps": STEPS, "force": None}
-    (want,) = run_engine(tmp_path, {**spec, "engine": engine, "passes": [None]})["passes"]
+    spec = {"warm_up": [first, second], "prompts": prompts, "force": None}
+    (want,) = run_engine(tmp_path, {**spec, "engine": engine, "passes": [(None, STEPS)]})["passes"]
     relay = {
         "attention_backend": "relay",
         "additional_config": {"relay": {"min_saved_tokens": 0}},
@@ -50,11 +50,10 @@ def test_answers_are_those_of_vllms_own_backend(tmp_path: Path) -> None:
             **spec,
             "force": want["tokens"],
             "engine": {**engine, **relay},
-            "passes": [None, "paged-lse"],
+            "passes": [(None, STEPS), ("paged-lse", STEPS)],
         },
         "run_cuda_on_cpu.py",
         TRITON_INTERPRET="1",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )
     good, planted = (np.array(p["logprobs"]) - want["logprobs"] for p in result["passes"])
     assert np.abs(good).max() < CLOSE

@@ -19,6 +19,8 @@ pytestmark = pytest.mark.engine
 SMALL = ["--max-model-len", "2048", "--enforce-eager", "--max-num-seqs", "16"]
 # Without it vLLM kills its workers when a server stops, before they can report.
 IN_ORDER = ["--shutdown-timeout", "10"]
+# The engine in a process of its own.
+APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 SETTINGS = {"relay": {"min_saved_tokens": 0}}
 PREFIX = "You are a careful assistant. Answer in one short sentence. " * 25
 
@@ -74,15 +76,14 @@ def _engine(model: Path, **engine: Any) -> dict[str, Any]:
         },
         "warm_up": [prefix],
         "prompts": [[*prefix, 700 + i, 5] for i in range(6)],
-        "steps": 12,
         "force": None,
-        "passes": [None],
+        "passes": [(None, 12)],
     }
 
 
 def test_tensor_parallel_workers_answer_as_vllms_own(tmp_path: Path) -> None:
     model = write_random_model(tmp_path / "model", 4, 2, 64)
-    bind = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    bind = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **APART}
     stock = run_engine(tmp_path, _engine(model, tensor_parallel_size=2), **bind)["passes"][0]
     spec = _engine(model, tensor_parallel_size=2, attention_backend="relay")
     result = run_engine(tmp_path, {**spec, "force": stock["tokens"]}, **bind)
@@ -101,11 +102,11 @@ def test_speculated_tokens_are_relayed_and_answers_stay_the_same(tmp_path: Path)
     spec = _engine(model, speculative_config=ngram, dtype="float32")
     prefix = spec["warm_up"][0] * 2  # repeats itself: every request finds something to speculate
     spec["prompts"] = [[*prefix, 700 + i, *prefix[:20]] for i in range(6)]
-    spec["steps"] = 40
+    spec["passes"] = [(None, 40)]
     stock = run_engine(tmp_path, spec)["passes"][0]
     relay = {**spec, "engine": spec["engine"] | {"attention_backend": "relay"}}
     # twice, the second time with an error that the comparison has to see
-    result = run_engine(tmp_path, {**relay, "passes": [None, "context-lse"]})
+    result = run_engine(tmp_path, {**relay, "passes": [(None, 40), ("context-lse", 40)]})
     good, planted = result["passes"]
     assert good["tokens"] == stock["tokens"]
     assert _distance(good, stock) < 1e-4
@@ -118,7 +119,7 @@ def test_speculated_tokens_are_relayed_and_answers_stay_the_same(tmp_path: Path)
 def test_a_forked_engine_and_an_attention_config(tmp_path: Path) -> None:
     model = write_random_model(tmp_path / "model", 4, 2, 64)
     spec = _engine(model, attention_config={"backend": "relay"})
-    result = run_engine(tmp_path, spec, VLLM_WORKER_MULTIPROC_METHOD="fork")
+    result = run_engine(tmp_path, spec, VLLM_WORKER_MULTIPROC_METHOD="fork", **APART)
     assert result["counters"]["steps_relayed"] >= 8
     assert result["counters"]["tokens_shared"] == 512 * result["counters"]["steps_relayed"]
 

@@ -154,7 +154,7 @@ def test_no_load_evicts_them(model: Path, file: Path, tmp_path: Path) -> None:
     ]
     program += [["pool", ids], ["rpc", ["wrong_blocks", str(file), ids]], _generate(count=2)]
     engine = _engine(model, file, num_gpu_blocks_override=pool_blocks)
-    results, _ = run_program(tmp_path, engine, program, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    results, _ = run_program(tmp_path, engine, program)
     *load, pool, wrong, answers = results
     assert all(cached == 0 for batch in load for cached in batch["cached"])
     assert pool["blocks"] == pool_blocks
@@ -192,7 +192,7 @@ def test_reset_sleep_and_wake_keep_them_and_new_weights_do_not(
         ["rpc", ["watched"]],
     ]
     engine = _engine(model, file)
-    results, log = run_program(tmp_path, engine, program, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    results, log = run_program(tmp_path, engine, program)
     results.pop(0)
     # What is packed outlives the requests, and not the weights; what was read was never stale.
     assert results.pop(15) == [[]]
