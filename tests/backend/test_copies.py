@@ -52,10 +52,16 @@ def test_a_copy_is_cut_to_what_some_row_holds_in_order_and_computed() -> None:
         assert [c.block_ids.tolist() for c in copies] == ([left] if left else [])
 
 
+def _pinned(*ids: int, max_bytes: int) -> SegmentCopies:
+    copies = SegmentCopies(bytes_per_block=10, max_bytes=max_bytes)
+    copies.lasting.update(ids)
+    assert copies.get(_ids(*ids), 0) is not None
+    return copies
+
+
 def test_a_copy_of_a_pinned_system_kv_needs_no_row_and_makes_no_room() -> None:
-    copies = _copies((1, 2, 3), max_bytes=40)
+    copies = _pinned(1, 2, 3, max_bytes=40)
     (copy,) = copies
-    copies.lasting.update([1, 2, 3])
     copies.begin_step(_table((5, 6)), np.array([2]), NOTHING)
     assert list(copies) == [copy] and copy.block_ids.tolist() == [1, 2, 3]
     assert copies.to_make(_ids(5, 6), 0) == 1
@@ -66,6 +72,22 @@ def test_a_copy_of_a_pinned_system_kv_needs_no_row_and_makes_no_room() -> None:
     copies.lasting.clear()  # no longer pinned
     copies.begin_step(_table((5, 6)), np.array([2]), NOTHING)
     assert [c.block_ids.tolist() for c in copies] == [[5]]
+
+
+def test_a_longer_copy_takes_the_place_of_the_pinned_one_in_it_and_leaves_nothing_behind() -> None:
+    copies = _pinned(1, 2, 3, max_bytes=40)
+    for block in (9, 10, 11):
+        longer, _ = copies.get(_ids(1, 2, 3, block), 0) or pytest.fail("no room")
+        assert list(copies) == [longer] and copies.nbytes == 40
+        # rows of it go on, then end: what is left of it needs a row as any other copy does
+        copies.begin_step(_table((1, 2, 3, block)), np.array([4]), NOTHING)
+        copies.begin_step(_table((1, 2, 3, 20)), np.array([4]), NOTHING)
+        assert [c.block_ids.tolist() for c in copies] == [[1, 2, 3]]
+        copies.begin_step(_table((30, 31)), np.array([2]), NOTHING)
+        assert len(copies) == 0 and copies.nbytes == 0
+    again, _ = copies.get(_ids(1, 2, 3), 0) or pytest.fail("no room")
+    copies.begin_step(_table((30, 31)), np.array([2]), NOTHING)
+    assert list(copies) == [again]
 
 
 def test_a_shorter_segment_uses_the_longer_copy_and_a_longer_one_replaces_it() -> None:

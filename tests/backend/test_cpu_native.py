@@ -80,6 +80,8 @@ def test_a_system_kv_is_packed_when_it_is_loaded_and_as_long_as_it_is_pinned() -
     assert [packed(bench, s) for s in (step, other, step)] == [[True], [False], [True]]
     query = torch.randn(2, HEADS, DIM).bfloat16()
     assert_as_good(*outputs(bench, step, query), torch.bfloat16)
+    bench.impl.keep(bench.layer, bench.cache, [1, 2])  # in the first
+    assert [len(c.block_ids) for c in copies] == [3]
     bench.impl.forget()
     assert [packed(bench, s) for s in (step, other, step)] == [[True], [False], [False]]
 

@@ -80,7 +80,7 @@ def test_loaded_before_the_first_request_found_by_all_and_relayed(
         ["rpc", ["wrong_blocks", str(file), [1, 2, 3, 4, 5]]],
         _generate(count=1, salt="a tenant of its own"),
     ]
-    results, log = run_program(tmp_path, _engine(model, file), program)
+    results, log = run_program(tmp_path, _engine(model, file), program, VLLM_ENABLE_V1_MULTIPROCESSING="1")
     before, packed, answers, (after,), (counters,), wrong, salted = results
     assert before[0]["block_ids"] == [1, 2, 3, 4, 5] and before[0]["requests_hit"] == 0
     assert packed == [[LAYERS]]
@@ -168,6 +168,7 @@ def test_reset_sleep_and_wake_keep_them_and_new_weights_do_not(
     model: Path, file: Path, stock: dict[str, Any], tmp_path: Path
 ) -> None:
     ids = [1, 2, 3, 4, 5]
+    others = np.random.default_rng(8).integers(3, VOCABULARY, size=(3, 640)).tolist()
     program = [
         ["rpc", ["watch", True]],
         ["reset", None],  # before anybody asked
@@ -179,6 +180,8 @@ def test_reset_sleep_and_wake_keep_them_and_new_weights_do_not(
         ["sleep", 1],
         ["wake", None],
         _generate(force=stock["tokens"]),
+        _generate(count=1, salt="a tenant of its own"),
+        ["rpc", ["packed"]],
         ["pool", ids],
         ["rpc", ["scale_weights", 1.25]],
         ["reset", None],
@@ -189,12 +192,16 @@ def test_reset_sleep_and_wake_keep_them_and_new_weights_do_not(
         _generate(count=2),
         ["reset", None],
         _generate(count=1),
+        # others in the same blocks, packed as well
+        *(["generate", {"prompts": _prompts(4, prefix), "steps": STEPS}] for prefix in others),
         ["rpc", ["watched"]],
     ]
-    engine = _engine(model, file)
+    engine = _engine(model, file, max_model_len=1024, num_gpu_blocks_override=16)
     results, log = run_program(tmp_path, engine, program)
     results.pop(0)
     # What is packed outlives the requests, and not the weights; what was read was never stale.
+    assert results.pop(10) == [[LAYERS]]
+    assert results.pop(9)["cached"] == [0]
     assert results.pop(15) == [[]]
     (watched,) = results.pop()
     assert watched["reads"] > 0 and watched["stale"] == 0

@@ -36,12 +36,14 @@ T = TypeVar("T")
 class SegmentCopy:
     """Keys and values of one run of blocks in another form, made layer by layer on first use.
 
-    ``start`` is the column of the first block: its owners hold them there.
+    ``start`` is the column of the first block: its owners hold them there. ``pinned``: it holds
+    blocks of a system KV and nothing else, and stays while they are pinned.
     """
 
     block_ids: np.ndarray
     start: int
     nbytes: int
+    pinned: bool = False
     _layers: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def layer(self, name: str, make: Callable[[], T]) -> T:
@@ -88,7 +90,7 @@ class SegmentCopies:
         self._bytes_per_block = bytes_per_block
         self._max_bytes = max_bytes
         self._copies: list[SegmentCopy] = []
-        # Blocks that hold pinned system KVs, for good as far as anybody knows. Copies of them stay.
+        # Blocks that hold pinned system KVs, for good as far as anybody knows.
         self.lasting: set[int] = set()
 
     @property
@@ -112,8 +114,8 @@ class SegmentCopies:
             count = columns.shape[1]
             same = columns == ids[:count]
             same &= copy.start + np.arange(count) < computed_blocks[:, None]
-            pinned = np.array([block in self.lasting for block in ids.tolist()])
-            held = max(same.cumprod(axis=1).any(axis=0).sum(), pinned.cumprod().sum())
+            copy.pinned = copy.pinned and self.lasting.issuperset(ids.tolist())
+            held = len(ids) if copy.pinned else same.cumprod(axis=1).any(axis=0).sum()
             written = np.isin(ids[:held], written_blocks)
             copy.block_ids = ids[: written.argmax() if written.any() else held]
         self._copies = [copy for copy in self._copies if len(copy.block_ids)]
@@ -124,17 +126,17 @@ class SegmentCopies:
         """How many blocks `get` would copy: a longer copy is made anew."""
         found = self.find(block_ids, start)
         have = 0 if found is None else found[1].stop - found[1].start
-        return self._fitting(block_ids, have, in_use)
+        return self._fitting(self._new(block_ids, start), have, in_use)
 
-    def _fitting(self, block_ids: np.ndarray, have: int, in_use: Collection[SegmentCopy]) -> int:
-        """Blocks that a new copy would hold; 0 where it would hold no more than there is."""
-        room = self._max_bytes - sum(c.nbytes for c in self._copies if self._stays(c, in_use))
-        count = min(len(block_ids), room // self._bytes_per_block)
+    def _new(self, block_ids: np.ndarray, start: int) -> SegmentCopy:
+        pinned = self.lasting.issuperset(block_ids.tolist())
+        return SegmentCopy(block_ids.copy(), start, len(block_ids) * self._bytes_per_block, pinned)
+
+    def _fitting(self, new: SegmentCopy, have: int, in_use: Collection[SegmentCopy]) -> int:
+        """Blocks that a new copy may hold; 0 where it would hold no more than there is."""
+        stay = sum(c.nbytes for c in self._copies if _stays(c, new, in_use))
+        count = min(len(new.block_ids), (self._max_bytes - stay) // self._bytes_per_block)
         return count if count > have else 0
-
-    def _stays(self, copy: SegmentCopy, in_use: Collection[SegmentCopy]) -> bool:
-        """Whether it makes no room for others: a copy in use, or of a system KV."""
-        return copy in in_use or self.lasting.issuperset(copy.block_ids.tolist())
 
     def get(
         self,
@@ -156,13 +158,13 @@ class SegmentCopies:
         """
         found = self.find(block_ids, start)
         have = 0 if found is None else found[1].stop - found[1].start
-        count = self._fitting(block_ids, have, in_use) if make else 0
+        count = self._fitting(self._new(block_ids, start), have, in_use) if make else 0
         if not count:
             return found
-        kept = [c for c in self._copies if self._stays(c, in_use)]
         # Copies that are not in use make room, oldest first, and at once when the new one holds
-        # what they hold.
-        new = SegmentCopy(block_ids[:count].copy(), start, count * self._bytes_per_block)
+        # what they hold. Those of system KVs make it only then.
+        new = self._new(block_ids[:count], start)
+        kept = [c for c in self._copies if _stays(c, new, in_use)]
         spare = [c for c in self._copies if c not in kept and not _holds(new, c)]
         while spare and sum(c.nbytes for c in (*kept, *spare, new)) > self._max_bytes:
             spare.pop(0)
@@ -185,6 +187,11 @@ class SegmentCopies:
 
     def __iter__(self) -> Iterator[SegmentCopy]:
         return iter(self._copies)
+
+
+def _stays(copy: SegmentCopy, new: SegmentCopy, in_use: Collection[SegmentCopy]) -> bool:
+    """Whether a copy makes no room for a new one."""
+    return copy in in_use or (copy.pinned and not _holds(new, copy))
 
 
 def _holds(copy: SegmentCopy, other: SegmentCopy) -> bool:

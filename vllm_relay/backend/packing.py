@@ -46,7 +46,8 @@ class Packing:
                 else:
                     missing.append((number, index, blocks, start))
                     gain += self._gain(group, choice, costs)
-                    passing += sum(block not in copies.lasting for block in blocks.tolist())
+                    if not copies.lasting.issuperset(blocks.tolist()):
+                        passing += len(blocks)
         price = costs.copy * self._block * passing
         self.forgone = min(self.forgone + gain, price)
         if missing and self.forgone >= price:

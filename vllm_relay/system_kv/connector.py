@@ -29,9 +29,14 @@ from vllm_relay.system_kv.writer import Writer
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """From the scheduler to the workers: the reset after which to write the blocks again."""
+    """From the scheduler to the workers.
+
+    ``rewrite``: the reset after which to write the blocks again. ``released``: the blocks are no
+    longer pinned, whatever this worker could write.
+    """
 
     rewrite: int | None = None
+    released: bool = False
 
 
 @dataclass
@@ -105,7 +110,7 @@ class SystemKVConnector(IdleConnector):
         wanted = self._pins.wants_rewrite if self._may_rewrite else None
         self._may_rewrite = False
         if wanted is None or wanted == self._asked:
-            return StepMetadata()
+            return StepMetadata(released=self._pins.released is not None)
         self._asked = wanted
         return StepMetadata(rewrite=wanted)
 
@@ -134,6 +139,8 @@ class SystemKVConnector(IdleConnector):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepMetadata)
+        if connector_metadata.released:
+            self._writer.forget()
         if connector_metadata.rewrite is not None:
             self._answer = WorkerMetadata(connector_metadata.rewrite, self._writer.rewrite())
 

@@ -115,15 +115,19 @@ class Writer:
             written += keys.nbytes + values.nbytes
         return written
 
+    def forget(self) -> None:
+        """The blocks may hold something else from now on."""
+        for name in self._layers:
+            if forget := getattr(self._layer(name)[0].impl, "forget", None):
+                forget()
+
     def rewrite(self) -> str | None:
         """Write again after the cache was reset.
 
         Returns:
             None, or why the system KVs must not be used any more.
         """
-        for name in self._layers:
-            if forget := getattr(self._layer(name)[0].impl, "forget", None):
-                forget()
+        self.forget()
         if _fingerprint() != self._weights:
             return "the model's weights were changed"
         try:
