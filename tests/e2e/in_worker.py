@@ -246,11 +246,12 @@ class WorkerExtension:
     def watched(self) -> dict[str, int]:
         return dict(_watched)
 
-    def packed(self) -> list[int]:
-        """Of each packed segment, in how many layers it is."""
+    def packed(self) -> dict[str, Any]:
+        """Of each packed segment, in how many layers it is; and blocks that are pinned."""
         layers = self.vllm_config.compilation_config.static_forward_context.values()
         (copies,) = {layer.impl.copies for layer in layers}
-        return [len(segment._layers) for segment in copies]
+        layers_of = [len(segment._layers) for segment in copies]
+        return {"layers": layers_of, "pinned": sorted(copies.lasting)}
 
     def scale_weights(self, factor: float) -> None:
         """What a weight update does: other numbers in the same parameters."""

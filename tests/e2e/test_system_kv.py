@@ -83,7 +83,7 @@ def test_loaded_before_the_first_request_found_by_all_and_relayed(
     results, log = run_program(tmp_path, _engine(model, file), program, VLLM_ENABLE_V1_MULTIPROCESSING="1")
     before, packed, answers, (after,), (counters,), wrong, salted = results
     assert before[0]["block_ids"] == [1, 2, 3, 4, 5] and before[0]["requests_hit"] == 0
-    assert packed == [[LAYERS]]
+    assert packed == [{"layers": [LAYERS], "pinned": [1, 2, 3, 4, 5]}]
     assert answers["cached"] == [5 * BLOCK] * 6
     assert _distance(answers, stock) < COARSE
     assert (after["requests_hit"], after["tokens_hit"]) == (6, 6 * 5 * BLOCK)
@@ -200,9 +200,9 @@ def test_reset_sleep_and_wake_keep_them_and_new_weights_do_not(
     results, log = run_program(tmp_path, engine, program)
     results.pop(0)
     # What is packed outlives the requests, and not the weights; what was read was never stale.
-    assert results.pop(10) == [[LAYERS]]
+    assert results.pop(10) == [{"layers": [LAYERS], "pinned": ids}]
     assert results.pop(9)["cached"] == [0]
-    assert results.pop(15) == [[]]
+    assert results.pop(15) == [{"layers": [], "pinned": []}]
     (watched,) = results.pop()
     assert watched["reads"] > 0 and watched["stale"] == 0
     assert results[0] is True and results[2] is True and results[11] is True
