@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env model sources demo test test-engines check bench clean
+.PHONY: help env model sources demo test test-engines check bench bench-full clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -29,12 +29,12 @@ demo: env model  ## serve the model stock and with relay, compare answers and sp
 	$(VENV)/bin/python benchmarks/demo.py
 
 test: env model sources  ## all tests
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile tests
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder tests
 
 test-engines: env model  ## parity with the oldest and the newest CPU engine, each in its own environment
 	@$(PYTHON) tools/setup_env.py --engine 0.27.1 --venv $(VENV_OLD)
-	$(VENV_OLD)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ENGINE_TESTS)
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ENGINE_TESTS)
+	$(VENV_OLD)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ENGINE_TESTS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ENGINE_TESTS)
 
 check: env  ## lint, formatting, types, import rules
 	$(VENV)/bin/ruff check
@@ -42,8 +42,11 @@ check: env  ## lint, formatting, types, import rules
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python tools/check_imports.py
 
-bench: env  ## decode throughput, stock against relay
-	$(VENV)/bin/python benchmarks/bench_decode.py
+bench: env model  ## what relay brings, and where it does not: all benchmarks on a small grid, and REPORT.md
+	$(VENV)/bin/python benchmarks/run_all.py
+
+bench-full: env model  ## the same on the whole grid: hours
+	$(VENV)/bin/python benchmarks/run_all.py --full
 
 clean:  ## remove caches and build output; environments and model stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

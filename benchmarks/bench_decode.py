@@ -1,21 +1,21 @@
-"""Decode throughput of relay against vLLM's own backend: two real engines, measured in turns.
+"""Decode throughput of relay against vLLM's own backend: real engines, measured in turns.
 
     python benchmarks/bench_decode.py --shared 8192 2048 0 --save
 
 The model has 4 layers, by default with 16 query and 16 KV heads of size 128 (attention weighs most
 in that shape), and random weights of realistic scale; ``--model`` takes a real one in its place.
 ``--shared 0`` is a batch with nothing shared: what the plugin costs when it cannot help, and what
-throughput there would be without a prefix. The arithmetic of the prefix at the rate of a bf16
-matrix product of the same run is beside every measurement.
+throughput there would be without a prefix. Two ceilings are beside every measurement: an engine
+that skips attention (Hydragen's, arXiv 2402.05099), and the arithmetic of the prefix at the rate of
+a bf16 matrix product of the same run.
 """
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
-import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,89 +25,21 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import OFFLINE, ROOT, provenance, write_csv
+from benchmarks.common import step
+from benchmarks.engines import (
+    Case,
+    Engine,
+    Limits,
+    Measured,
+    Round,
+    compare,
+    engines,
+    make_console,
+    save,
+)
 from benchmarks.random_model import LAYERS, VOCABULARY, write_random_model
 
-BACKENDS = {"stock": "CPU_ATTN", "relay": "relay"}
-# Greedy tokens of two bf16 paths part at near-ties; before that their log-probabilities may differ
-# by rounding only. The proof of exactness is tests/e2e/test_parity.py; this catches a run that
-# measured nonsense.
-AGREEMENT = 0.1
-
-Answer = list[tuple[int, float]]
-
-
-class Engine:
-    """One `vllm.LLM`, stepped by hand so that decode steps can be timed apart from prefill."""
-
-    def __init__(
-        self, model: Path, backend: str, settings: dict[str, int], max_model_len: int, requests: int
-    ) -> None:
-        from vllm import LLM  # seconds to import: --help should not wait for it
-
-        self._llm = LLM(
-            str(model),
-            attention_backend=backend,
-            additional_config={"relay": settings},
-            skip_tokenizer_init=True,
-            max_model_len=max_model_len,
-            max_num_seqs=requests,
-            enforce_eager=True,
-            enable_prefix_caching=True,
-        )
-        self._requests = 0
-
-    def counters(self) -> dict[str, int]:
-        return dict(self._llm.collective_rpc("relay_counters")[0])
-
-    def decode(self, prompts: list[list[int]], steps: int) -> tuple[float, list[Answer]]:
-        """Produce ``steps`` tokens for each prompt at once.
-
-        Returns:
-            tokens per second from the moment every request has its second token, and for each
-            request its ``(token, log-probability)`` pairs.
-        """
-        from vllm import SamplingParams
-
-        engine = self._llm.llm_engine
-        params = SamplingParams(
-            temperature=0, max_tokens=steps, ignore_eos=True, detokenize=False, logprobs=0
-        )
-        outputs: dict[str, Any] = {}
-        for prompt in prompts:
-            self._requests += 1
-            engine.add_request(str(self._requests), {"prompt_token_ids": prompt}, params)
-        begun, counted = 0.0, 0
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                outputs[output.request_id] = output.outputs[0]
-            done = sum(len(o.token_ids) for o in outputs.values())
-            slowest = min((len(o.token_ids) for o in outputs.values()), default=0)
-            if not begun and len(outputs) == len(prompts) and slowest >= 2:
-                begun, counted = time.perf_counter(), done
-        ended, produced = time.perf_counter(), len(prompts) * steps - counted
-        in_order = sorted(outputs.items(), key=lambda item: int(item[0]))
-        answers = [
-            [(t, step[t].logprob) for t, step in zip(o.token_ids, o.logprobs, strict=True)]
-            for _, o in in_order
-        ]
-        return produced / (ended - begun), answers
-
-
-def agreement(ours: list[Answer], theirs: list[Answer]) -> float:
-    """RMS of log-probability differences over the tokens before two greedy answers part."""
-    squares = []
-    for a, b in zip(ours, theirs, strict=True):
-        for (token, logprob), (other, other_logprob) in zip(a, b, strict=True):
-            if token != other:
-                break
-            squares.append((logprob - other_logprob) ** 2)
-    return float(np.sqrt(np.mean(squares))) if squares else float("inf")
-
-
-def make_prompts(shared: int, own: int, requests: int, rng: np.random.Generator) -> list[list[int]]:
-    prefix = rng.integers(3, VOCABULARY, shared).tolist()
-    return [prefix + rng.integers(3, VOCABULARY, own).tolist() for _ in range(requests)]
+KEYS = ("stock", "relay", "no-attention")
 
 
 def ceiling_gflop_s() -> float:
@@ -123,28 +55,25 @@ def ceiling_gflop_s() -> float:
     return rate / 1e9
 
 
-def measure(engines: dict[str, Engine], shared: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One case: rounds in which each engine decodes the same prompts, first one, then the other."""
-    rng = np.random.default_rng(shared)
-    rates: dict[str, list[float]] = {name: [] for name in engines}
-    worst = 0.0
-    before = engines["relay"].counters()
-    for round_index in range(args.repeats + 1):
-        prompts = make_prompts(shared, args.own, args.requests, np.random.default_rng(shared))
-        for prompt in prompts:  # own tokens change each round, the shared prefix stays cached
-            prompt[shared:] = rng.integers(3, VOCABULARY, args.own).tolist()
-        answers = {}
-        names = list(engines) if round_index % 2 else list(engines)[::-1]
-        for name in names:
-            rate, answers[name] = engines[name].decode(prompts, args.steps)
-            if round_index > 0:  # the first round fills the prefix cache and warms up
-                rates[name].append(rate)
-        worst = max(worst, agreement(answers["relay"], answers["stock"]))
-    after = engines["relay"].counters()
+def make_case(shared: int, args: argparse.Namespace) -> Case:
+    """Requests under one prefix, which stays in the cache; their own tokens change each round."""
+    prefix = np.random.default_rng(shared).integers(3, VOCABULARY, shared).tolist()
+
+    def make_round(number: int) -> Round:
+        rng = np.random.default_rng([shared, number])
+        own = rng.integers(3, VOCABULARY, (args.requests, args.own)).tolist()
+        return [prefix + tokens for tokens in own], [args.steps] * args.requests
+
+    return Case({"shared_tokens": shared}, make_round)
+
+
+def row_of(measured: Measured, shared: int, args: argparse.Namespace) -> dict[str, Any]:
+    rates = measured.decode_tok_s
     ratios = [r / s for r, s in zip(rates["relay"], rates["stock"], strict=True)]
-    stock, relay = (statistics.median(rates[name]) for name in ("stock", "relay"))
+    stock, relay, ceiling = (statistics.median(rates[key]) for key in KEYS)
     gemm = ceiling_gflop_s()
     operations = 4 * args.layers * args.heads[0] * args.heads[2] * args.requests * shared
+    counted = measured.counted["relay"]
     return {
         "model": args.model.name if args.model else "random",
         "layers": args.layers,
@@ -158,18 +87,18 @@ def measure(engines: dict[str, Engine], shared: int, args: argparse.Namespace) -
         "rounds": args.repeats,
         "stock_tok_s": round(stock, 2),
         "relay_tok_s": round(relay, 2),
+        "no_attention_tok_s": round(ceiling, 2),
         "stock_step_ms": round(1e3 * args.requests / stock, 3),
         "relay_step_ms": round(1e3 * args.requests / relay, 3),
+        "no_attention_step_ms": round(1e3 * args.requests / ceiling, 3),
         "prefix_ms_at_gemm_rate": round(operations / gemm / 1e6, 3),
         "gemm_gflop_s": round(gemm, 1),
         "ratio": round(statistics.median(ratios), 4),
         "ratio_min": round(min(ratios), 4),
         "ratio_max": round(max(ratios), 4),
-        "steps_relayed": after["steps_relayed"] - before["steps_relayed"],
-        "kv_gib_not_read": round(
-            (after["kv_bytes_not_read"] - before["kv_bytes_not_read"]) / 2**30, 2
-        ),
-        "logprob_rms": round(worst, 5),
+        "steps_relayed": counted["steps_relayed"],
+        "kv_gib_not_read": round(counted["kv_bytes_not_read"] / 2**30, 2),
+        "logprob_rms": round(measured.distances["relay"], 5),
     }
 
 
@@ -180,6 +109,7 @@ def show(console: Console, rows: list[dict[str, Any]]) -> None:
         "requests",
         "stock",
         "relay",
+        "no attention",
         "ratio",
         "min to max",
         "KV not read",
@@ -192,6 +122,7 @@ def show(console: Console, rows: list[dict[str, Any]]) -> None:
             str(r["requests"]),
             f"{r['stock_tok_s']:,.0f}",
             f"{r['relay_tok_s']:,.0f}",
+            f"{r['no_attention_tok_s']:,.0f}",
             f"{r['ratio']:.3f}",
             f"{r['ratio_min']:.3f} to {r['ratio_max']:.3f}",
             f"{r['kv_gib_not_read']:,.1f} GiB",
@@ -216,6 +147,11 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     axes.plot(lengths, [r["stock_step_ms"] for r in rows], marker="o", label="vLLM's own")
     axes.plot(lengths, [r["relay_step_ms"] for r in rows], marker="o", label="relay")
+    if "no_attention_step_ms" in rows[0]:
+        axes.plot(
+            lengths, [r["no_attention_step_ms"] for r in rows], color="0.6", linestyle="--",
+            label="no attention at all",
+        )  # fmt: skip
     axes.plot(
         lengths, least, color="black", linestyle=":",
         label="the shortest step, and the prefix's arithmetic\nat the rate of a matrix product",
@@ -263,12 +199,10 @@ def main() -> int:
     parser.add_argument("--min-saved-tokens", type=int, help="the setting of that name")
     parser.add_argument("--save", action="store_true", help="write a CSV to benchmarks/results")
     args = parser.parse_args()
-    console = Console()
-    os.environ.update(OFFLINE)
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    with tempfile.TemporaryDirectory() as folder:
-        console.print("starting two engines (a minute or two)")
+    console = make_console()
+    settings = {} if args.min_saved_tokens is None else {"min_saved_tokens": args.min_saved_tokens}
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         if args.model is None:
             args.layers = LAYERS
             model = write_random_model(Path(folder), *args.heads)
@@ -278,31 +212,23 @@ def main() -> int:
             args.layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
             size = config.get("head_dim") or config["hidden_size"] // heads
             args.heads = [heads, config["num_key_value_heads"], size]
-        longest = max(args.shared) + args.own + args.steps
-        settings = (
-            {} if args.min_saved_tokens is None else {"min_saved_tokens": args.min_saved_tokens}
-        )
-        engines = {
-            name: Engine(model, backend, settings, longest, args.requests)
-            for name, backend in BACKENDS.items()
-        }
-        rows = []
-        for shared in args.shared:
-            rows.append(measure(engines, shared, args))
-            console.print(
-                f"  {shared:,} shared tokens: ratio {rows[-1]['ratio']:.3f}", highlight=False
+        limits = Limits(max(args.shared) + args.own + args.steps, args.requests)
+        with step(console, f"{len(KEYS)} engines") as report:
+            started: dict[str, Engine] = stack.enter_context(
+                engines(model, KEYS, limits, settings=settings, report=report)
             )
-    wrong = [r for r in rows if not r["logprob_rms"] <= AGREEMENT]
-    if wrong:
-        console.print(f"[red]answers differ, no speed is reported:[/] {wrong}")
-        return 1
+        for shared in args.shared:
+            with step(console, f"{shared:,} shared tokens") as report:
+                measured = compare(started, make_case(shared, args), args.repeats, report)
+            if measured.wrong():
+                console.print(f"[red]answers differ, no speed is reported:[/] {measured.distances}")
+                return 1
+            rows.append(row_of(measured, shared, args))
     show(console, rows)
     if args.save:
-        path = write_csv(ROOT / "benchmarks" / "results" / "decode.csv", rows, provenance())
-        console.print(f"wrote {path.relative_to(ROOT)}")
+        path = save(console, "decode", rows)
         if len(rows) > 2:
             plot(rows, path.with_suffix(".png"))
-            console.print(f"wrote {path.with_suffix('.png').relative_to(ROOT)}")
     return 0
 
 

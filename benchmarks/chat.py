@@ -10,7 +10,8 @@ import openai
 from openai.types.chat import ChatCompletionMessageParam
 from tokenizers import Tokenizer
 
-from benchmarks.common import MODEL_NAME, Server
+from benchmarks.common import MODEL_NAME
+from vllm_relay.bench.processes import Server
 
 LICENCES = (
     Path("/usr/share/common-licenses/GPL-3"),

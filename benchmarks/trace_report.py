@@ -17,7 +17,8 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import ROOT, beside_python, provenance, write_csv
+from benchmarks.common import ROOT, provenance, write_csv
+from vllm_relay.bench.processes import beside_python
 
 KEYS = ("requests", "steps", "kv_tokens_stock", "kv_tokens_relay", "kv_tokens_once")
 

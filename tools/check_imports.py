@@ -3,7 +3,7 @@
     python tools/check_imports.py [ROOT]
 
 1. Layers: a room imports its own layer and lower ones only:
-   ``cli -> system_kv, backend, plugin -> metrics -> sharing, ops, config``.
+   ``cli -> system_kv, backend, plugin, bench -> metrics -> sharing, ops, config``.
 2. ``sharing`` is pure: neither torch nor ``ops``.
 3. What can be read, tested and reused without vLLM never imports it, not even inside a function.
 
@@ -22,11 +22,12 @@ LAYERS = {
     "config": 0,
     "metrics": 1,
     "backend": 2,
+    "bench": 2,
     "plugin": 2,
     "system_kv": 2,
     "cli": 3,
 }
-WITHOUT_VLLM = ("sharing", "ops", "config", "metrics", "system_kv.file")
+WITHOUT_VLLM = ("sharing", "ops", "config", "metrics", "system_kv.file", "bench")
 # module -> prefixes that it may not import, with the reason
 FORBIDDEN = {
     **{name: {"vllm": "must work without vLLM"} for name in WITHOUT_VLLM},

@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import chat, common, demo, demo_tables
+from vllm_relay.bench import processes
 
 HEALTHY_LOG = """\
 (Worker pid=7) INFO 01-01 00:00:00 [metrics.py:9] 24 requests share 3,968 tokens in 1 group: 90 %
@@ -331,8 +332,8 @@ def test_an_empty_first_answer_is_no_measurement() -> None:
 
 def test_a_build_that_fails_says_why(tmp_path: Path) -> None:
     missing = tmp_path / "missing.txt"
-    with pytest.raises(common.ProcessDied, match=r"status 1:(.|\n)*missing\.txt"):
-        common.build_system_kv(tmp_path, missing, [], env={}, report=lambda doing: None)
+    with pytest.raises(processes.ProcessDied, match=r"status 1:(.|\n)*missing\.txt"):
+        processes.build_system_kv(tmp_path, missing, [], env={}, report=lambda doing: None)
 
 
 def test_csv_carries_provenance_and_never_overwrites(tmp_path: Path) -> None:
@@ -365,9 +366,9 @@ def test_provenance_names_no_folder_of_this_machine(monkeypatch: pytest.MonkeyPa
 def test_a_process_that_ignores_sigint_is_ended_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(common, "GRACE", (0.2, 5.0))
+    monkeypatch.setattr(processes, "GRACE", (0.2, 5.0))
     script = "trap '' INT; sleep 60 & echo ready; wait; sleep 60"
-    child = common.Process(["sh", "-c", script], tmp_path / "child.log", {})
+    child = processes.Process(["sh", "-c", script], tmp_path / "child.log", {})
     while "ready" not in child.text():
         assert child.poll() is None
     child.stop()
@@ -376,7 +377,7 @@ def test_a_process_that_ignores_sigint_is_ended_with_its_children(
 
 
 def test_a_dead_process_shows_the_end_of_its_log(tmp_path: Path) -> None:
-    child = common.Process(["sh", "-c", "echo why; exit 3"], tmp_path / "server.log", {})
+    child = processes.Process(["sh", "-c", "echo why; exit 3"], tmp_path / "server.log", {})
     while child.poll() is None:
         pass
     child.stop()
@@ -385,5 +386,5 @@ def test_a_dead_process_shows_the_end_of_its_log(tmp_path: Path) -> None:
 
 def test_phase_is_the_youngest_known_line(tmp_path: Path) -> None:
     log = "Resolved architecture: X\nStarting to load model x...\nsomething else\n"
-    assert common.phase(log) == "loading the weights"
-    assert common.phase("") == "importing vLLM"
+    assert processes.phase(log) == "loading the weights"
+    assert processes.phase("") == "importing vLLM"

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from openai import OpenAI
 
-from benchmarks.common import OFFLINE, serving, vllm
+from benchmarks.common import OFFLINE
 from benchmarks.random_model import write_random_model
 from tests.e2e.engine import SMOLLM2, environment, run_engine
+from vllm_relay.bench.processes import serving, vllm
 
 pytestmark = pytest.mark.engine
 

@@ -80,7 +80,9 @@ def test_loaded_before_the_first_request_found_by_all_and_relayed(
         ["rpc", ["wrong_blocks", str(file), [1, 2, 3, 4, 5]]],
         _generate(count=1, salt="a tenant of its own"),
     ]
-    results, log = run_program(tmp_path, _engine(model, file), program, VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    results, log = run_program(
+        tmp_path, _engine(model, file), program, VLLM_ENABLE_V1_MULTIPROCESSING="1"
+    )
     before, packed, answers, (after,), (counters,), wrong, salted = results
     assert before[0]["block_ids"] == [1, 2, 3, 4, 5] and before[0]["requests_hit"] == 0
     assert packed == [{"layers": [LAYERS], "pinned": [1, 2, 3, 4, 5]}]

@@ -18,11 +18,12 @@ from openai import OpenAI
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from benchmarks.common import OFFLINE, serving, vllm
+from benchmarks.common import OFFLINE
 from benchmarks.random_model import write_random_model
 from tests.e2e.engine import SMOLLM2, environment
 from tests.e2e.system_kv import relay_command, run_relay
 from vllm_relay import register
+from vllm_relay.bench.processes import serving, vllm
 from vllm_relay.system_kv.file import MANIFEST_KEY, SystemKVError, SystemKVFile
 from vllm_relay.system_kv.settings import ADMITTED
 

@@ -10,6 +10,7 @@ import typer
 
 import vllm_relay.cli.explain as explain
 from vllm_relay.cli import system_kv
+from vllm_relay.cli.bench import bench
 from vllm_relay.cli.calibrate import calibrate
 from vllm_relay.cli.console import err, out
 from vllm_relay.cli.engine import ENGINE_OPTIONS, ESCAPE
@@ -28,12 +29,13 @@ app.command()(system_kv.inspect)
 app.command(context_settings=ENGINE_OPTIONS)(system_kv.verify)
 app.command()(explain.explain)
 app.command(context_settings=ENGINE_OPTIONS)(calibrate)
+app.command(context_settings=ENGINE_OPTIONS)(bench)
 
 
 def main() -> None:
     """Entry point ``vllm-relay``."""
     arguments = sys.argv[1:]
-    if arguments[:1] in (["build"], ["calibrate"], ["verify"]):
+    if arguments[:1] in (["bench"], ["build"], ["calibrate"], ["verify"]):
         theirs = re.compile(r"-[a-z]")
         arguments = [
             ESCAPE + x if theirs.match(x) and not x.startswith("-o") else x for x in arguments

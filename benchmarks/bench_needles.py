@@ -1,0 +1,120 @@
+"""Questions about one long document, asked all at once: the time, by their number.
+
+    python benchmarks/bench_needles.py --text FILE --save
+
+Hydragen's (arXiv 2402.05099, section 4.3) task: facts are planted in a real text, and each question
+asks for one of them. Answers are checked where the model is able; the engine that skips attention
+is the ceiling.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common import ROOT, model_path
+from benchmarks.engines import Answer, Case, Limits, Round, make_console, run, save, show
+from vllm_relay.bench.serving import WrongAnswers
+from vllm_relay.bench.systems import FOUR
+
+NAMES = (
+    *("Anna", "Boris", "Clara", "Dmitri", "Elena", "Fedor", "Galina", "Hugo", "Irina", "Jakob"),
+    *("Katya", "Leo", "Marya", "Nikolai", "Olga", "Pavel", "Quentin", "Rosa", "Sonya", "Timur"),
+    *("Ursula", "Viktor", "Wanda", "Xenia", "Yuri", "Zoya"),
+)
+WORDS = ("amber", "birch", "cobalt", "dune", "ember", "fjord", "grove", "heron", "ivory", "jade")
+FACT = "The secret word of {name} is {word}. "
+
+
+def plant(text: str, facts: int, seed: int) -> tuple[str, list[tuple[str, str]]]:
+    """A text with facts between its sentences, evenly spread; and (name, word) of each."""
+    rng = np.random.default_rng(seed)
+    names = [NAMES[i % len(NAMES)] + ("" if i < len(NAMES) else f" {i}") for i in range(facts)]
+    planted = [(name, WORDS[int(rng.integers(len(WORDS)))]) for name in names]
+    sentences = text.replace("\n", " ").split(". ")
+    every = max(1, len(sentences) // (facts + 1))
+    for number, (name, word) in reversed(list(enumerate(planted))):
+        sentences.insert(every * (number + 1), FACT.format(name=name, word=word).rstrip(". "))
+    return ". ".join(sentences), planted
+
+
+def make_cases(tokenizer: Tokenizer, args: argparse.Namespace) -> tuple[list[int], list[Case]]:
+    """The document's tokens, and a case per number of questions."""
+    text = args.text.read_text(encoding="utf-8-sig")
+    # About four characters a token, and some to spare for cutting.
+    document, planted = plant(text[: 5 * args.document], args.facts, 0)
+    ids = tokenizer.encode(document, add_special_tokens=False)
+    if len(ids.ids) < args.document:
+        raise SystemExit(f"{args.text} has fewer than {args.document:,} tokens: --document")
+    document = document[: ids.offsets[args.document - 1][1]]
+    known = [(n, w) for n, w in planted if FACT.format(name=n, word=w).rstrip(". ") in document]
+
+    def chat(asked: str) -> list[int]:
+        return list(
+            tokenizer.encode(
+                f"<|im_start|>user\n{document}\n\n{asked}<|im_end|>\n<|im_start|>assistant\n",
+                add_special_tokens=False,
+            ).ids
+        )
+
+    def make_case(count: int) -> Case:
+        asked = [known[i % len(known)] for i in range(count)]
+
+        def make_round(number: int) -> Round:
+            # Asked otherwise in each round, so that only the document is shared.
+            prompts = [
+                chat(f"({number}, {i}) What is the secret word of {name}?")
+                for i, (name, _) in enumerate(asked)
+            ]
+            return prompts, [args.steps] * count
+
+        def right(answers: list[Answer]) -> int:
+            texts = [tokenizer.decode([token for token, _ in answer]) for answer in answers]
+            return sum(word in text.lower() for text, (_, word) in zip(texts, asked, strict=True))
+
+        return Case({"document_tokens": args.document, "questions": count}, make_round, right=right)
+
+    first, second = chat("A"), chat("B")
+    same = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return first[:same], [make_case(count) for count in args.questions]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, help="folder of a model; SmolLM2-135M by default")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        default=ROOT / "benchmarks" / "text" / "gpl-3.txt",
+        help="the document, UTF-8; a licence by default, a novel is better",
+    )
+    parser.add_argument("--document", type=int, default=4096, help="tokens of it")
+    parser.add_argument("--facts", type=int, default=16)
+    parser.add_argument("--questions", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--steps", type=int, default=16, help="tokens of each answer")
+    parser.add_argument("--repeats", type=int, default=3, help="measured rounds per case")
+    parser.add_argument("--save", action="store_true", help="write a CSV to benchmarks/results")
+    args = parser.parse_args(argv)
+    console = make_console()
+    model = args.model or model_path()
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    prefix, cases = make_cases(tokenizer, args)
+    limits = Limits(len(prefix) + 64 + args.steps, max(args.questions))
+    keys = (*FOUR, "no-attention")
+    try:
+        rows = run(console, model, keys, limits, cases, args.repeats, [prefix])
+    except WrongAnswers as error:
+        console.print(f"[red]{error}[/]")
+        return 1
+    show(console, f"questions about {args.document:,} tokens", rows, "questions", "right")
+    if args.save:
+        save(console, "needles", rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

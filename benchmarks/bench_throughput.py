@@ -1,0 +1,94 @@
+"""Non-interactive throughput against the length of the system prompt, four systems in turns.
+
+    python benchmarks/bench_throughput.py --save
+
+As the RelayAttention paper's (arXiv 2402.14808) non-interactive and synthetic workloads: all
+requests are there at once; their user and generation lengths are those of conversations, or fixed
+mixes of (user, generation) tokens.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common import model_path
+from benchmarks.engines import Case, Limits, Round, make_console, run, save, show
+from vllm_relay.bench.serving import WrongAnswers
+from vllm_relay.bench.systems import FOUR
+
+# Log-normal, clipped: medians and spreads of published conversation datasets, shortened so that a
+# CPU gets through them. (median, sigma, least, most)
+USER, GENERATED = (40, 0.9, 4, 256), (60, 0.7, 8, 160)
+LONGEST = USER[3] + GENERATED[3]
+
+
+def lengths(rng: np.random.Generator, count: int, of: tuple[int, float, int, int]) -> list[int]:
+    median, sigma, least, most = of
+    drawn = median * np.exp(sigma * rng.standard_normal(count))
+    return np.clip(drawn.round(), least, most).astype(int).tolist()
+
+
+def make_case(
+    prefix: list[int], mix: tuple[int, int] | None, requests: int, vocabulary: int
+) -> Case:
+    """Requests under one prefix, with lengths of conversations or of a fixed mix."""
+
+    def make_round(number: int) -> Round:
+        rng = np.random.default_rng(number)
+        if mix is None:
+            # the same lengths in every round: rounds are repetitions
+            of_case = np.random.default_rng(0)
+            users = lengths(of_case, requests, USER)
+            generated = lengths(of_case, requests, GENERATED)
+        else:
+            users, generated = [mix[0]] * requests, [mix[1]] * requests
+        return [prefix + rng.integers(3, vocabulary, n).tolist() for n in users], generated
+
+    name = "conversations" if mix is None else f"({mix[0]}, {mix[1]})"
+    return Case({"prefix_tokens": len(prefix), "lengths": name, "requests": requests}, make_round)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, help="folder of a model; SmolLM2-135M by default")
+    parser.add_argument("--prefix", type=int, nargs="+", default=[64, 512, 2048])
+    parser.add_argument(
+        "--mix",
+        type=int,
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("USER", "GENERATED"),
+        help="also this fixed mix, with every prefix",
+    )
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3, help="measured rounds per case")
+    parser.add_argument("--save", action="store_true", help="write a CSV to benchmarks/results")
+    args = parser.parse_args(argv)
+    console = make_console()
+    model = args.model or model_path()
+    vocabulary = 2048  # of the tokens that prompts are made of, which every model has
+    rng = np.random.default_rng(7)
+    prefixes = [rng.integers(3, vocabulary, n).tolist() for n in args.prefix]
+    mixes: list[Any] = [None, *map(tuple, args.mix)]
+    cases = [make_case(p, m, args.requests, vocabulary) for p in prefixes for m in mixes]
+    longest = max([LONGEST, *(sum(mix) for mix in args.mix)])
+    limits = Limits(max(args.prefix) + longest + 1, args.requests)
+    try:
+        rows = run(console, model, FOUR, limits, cases, args.repeats, prefixes)
+    except WrongAnswers as error:
+        console.print(f"[red]{error}[/]")
+        return 1
+    show(console, f"{args.requests} requests at once", rows, "prefix_tokens", "lengths")
+    if args.save:
+        save(console, "throughput", rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""One level of sharing against two: examples for all, a problem for some, samples of each problem.
+
+    python benchmarks/bench_tree.py --save
+
+Few-shot examples are shared by every request, each problem by its samples (Hydragen's hierarchical
+sharing, arXiv 2402.05099, appendix C): one level shares either, two levels share both.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.engines import Case, Limits, Round, make_console, run, save, show
+from benchmarks.random_model import VOCABULARY, write_random_model
+from vllm_relay.bench.serving import WrongAnswers
+
+KEYS = ("stock", "relay-1-level", "relay-2-levels", "no-attention")
+
+
+def make_case(args: argparse.Namespace, problem_tokens: int) -> Case:
+    rng = np.random.default_rng(problem_tokens)
+    examples = rng.integers(3, VOCABULARY, args.examples).tolist()
+    problems = [
+        examples + rng.integers(3, VOCABULARY, problem_tokens).tolist()
+        for _ in range(args.problems)
+    ]
+
+    def make_round(number: int) -> Round:
+        own = np.random.default_rng(1000 + number)
+        prompts = [
+            problem + own.integers(3, VOCABULARY, args.own).tolist()
+            for problem in problems
+            for _ in range(args.samples)
+        ]
+        return prompts, [args.steps] * len(prompts)
+
+    columns = {
+        "examples_tokens": args.examples,
+        "problem_tokens": problem_tokens,
+        "problems": args.problems,
+        "samples": args.samples,
+    }
+    return Case(columns, make_round)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--examples", type=int, default=2048, help="tokens that all share")
+    parser.add_argument(
+        "--problem", type=int, nargs="+", default=[0, 512, 2048], help="tokens of each problem"
+    )
+    parser.add_argument("--problems", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=8, help="of each problem")
+    parser.add_argument("--own", type=int, default=16, help="tokens that each sample adds")
+    parser.add_argument("--steps", type=int, default=24, help="tokens each sample produces")
+    parser.add_argument("--heads", type=int, nargs=3, default=[16, 16, 128])
+    parser.add_argument("--repeats", type=int, default=5, help="measured rounds per case")
+    parser.add_argument("--save", action="store_true", help="write a CSV to benchmarks/results")
+    args = parser.parse_args(argv)
+    console = make_console()
+    limits = Limits(
+        args.examples + max(args.problem) + args.own + args.steps, args.problems * args.samples
+    )
+    cases = [make_case(args, tokens) for tokens in args.problem]
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_random_model(Path(folder), *args.heads)
+        try:
+            rows = run(console, model, KEYS, limits, cases, args.repeats)
+        except WrongAnswers as error:
+            console.print(f"[red]{error}[/]")
+            return 1
+    show(console, f"{args.examples:,} tokens of examples for all", rows, "problem_tokens")
+    if args.save:
+        save(console, "tree", rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

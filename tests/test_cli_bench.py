@@ -1,0 +1,141 @@
+"""``vllm-relay bench``: what it refuses, and what it makes of measurements."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.engine import SMOLLM2, environment
+from vllm_relay.bench.serving import distance, render, sustained
+from vllm_relay.bench.systems import SYSTEMS
+from vllm_relay.cli.bench import summary
+
+
+def run(*arguments: Any, status: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_relay.cli", "bench", *map(str, arguments)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
+    assert done.returncode == status, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--attention-backend", "relay"), "--attention-backend is what is compared"),
+        (("--attention-backend=relay",), "--attention-backend is what is compared"),
+        (("--bound", "0.1"), "--bound needs --rate"),
+        (("--questions", "{empty}"), "empty.txt has no questions"),
+        (("--questions", "{missing}"), "No such file"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_line(
+    options: tuple[str, ...], reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "prompt.txt").write_text("You are a baker.")
+    (tmp_path / "empty.txt").write_text("\n \n")
+    names = {"empty": tmp_path / "empty.txt", "missing": tmp_path / "missing.txt"}
+    given = [x.format(**names) for x in options]
+    done = run("--model", SMOLLM2, "--system-prompt", tmp_path / "prompt.txt", *given, status=1)
+    assert done.stderr.startswith("vllm-relay: ") and reason in done.stderr
+    assert done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+def row(system: str, rate: float, number: int, normalized: float) -> dict[str, Any]:
+    return {
+        "rate": rate,
+        "round": number,
+        "system": system,
+        "tokens_per_s": 10 / normalized,
+        "requests_per_s": 1 / normalized,
+        "normalized_s": normalized,
+        "ttft_p50_s": 0.5,
+        "tpot_p50_s": 0.05,
+    }
+
+
+def test_gains_are_medians_of_pairs_of_the_same_round() -> None:
+    # the machine is three times as slow in round 2, and that tells nothing about relay
+    rows = [
+        row(system, math.inf, number, seconds)
+        for system, times in (("stock", (0.2, 0.6, 0.2)), ("relay", (0.1, 0.3, 0.05)))
+        for number, seconds in enumerate(times, 1)
+    ]
+    stock, relay = summary(rows[::-1])
+    assert (stock["system"], relay["system"]) == ("stock", "relay")
+    assert relay["times_latency"] == 2.0 and relay["times_throughput"] == 2.0
+    assert (relay["times_latency_min"], relay["times_latency_max"]) == (2.0, 4.0)
+    assert stock["times_latency"] == 1.0 and "sustained_rate" not in stock
+
+
+def test_the_sustained_rate_is_the_highest_that_holds_the_bound() -> None:
+    rows = [
+        row("relay", rate, number, seconds)
+        for rate, times in ((1, (0.1, 0.1, 0.9)), (2, (0.1, 0.2, 0.2)), (4, (0.3, 0.3, 0.1)))
+        for number, seconds in enumerate(times, 1)
+    ]
+    assert sustained(rows, "relay", 0.2) == 2
+    assert sustained(rows, "relay", 0.3) == 4
+    assert sustained(rows, "relay", 0.05) is None
+    assert sustained(rows, "stock", 0.2) is None
+
+
+def test_distance_counts_up_to_where_answers_part() -> None:
+    first = [[("a", -1.0), ("b", -2.0)], [("c", -1.0)]]
+    assert distance(first, first) == 0
+    assert distance(first, [[("a", -1.3), ("x", -9.0)], [("c", -0.6)]]) == pytest.approx(
+        math.sqrt((0.09 + 0.16) / 2)
+    )
+    # nothing in common says nothing good
+    assert distance(first, [[("x", -1.0), ("b", -2.0)], [("y", -1.0)]]) == math.inf
+
+
+def test_flags_of_the_systems() -> None:
+    files = [Path("a.relay"), Path("b.relay")]
+    assert SYSTEMS["stock-no-caching"].flags(files) == ["--no-enable-prefix-caching"]
+    assert SYSTEMS["stock"].flags(files) == ["--enable-prefix-caching"]
+    assert "a.relay" not in SYSTEMS["relay"].flags(files)
+    flags = SYSTEMS["relay-system-kv"].flags(files)
+    assert flags[1:3] == ["--attention-backend", "relay"]
+    assert flags.count("--additional-config.relay.system_kv+") == 2 and flags[-1] == "b.relay"
+
+
+@pytest.mark.engine
+def test_prompts_are_rendered_as_the_server_would() -> None:
+    from transformers import AutoTokenizer
+
+    (prompt,) = render(AutoTokenizer.from_pretrained(SMOLLM2), "Be brief.", ["Why?"])
+    assert prompt == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_model_and_a_prompt_are_served_with_and_without_relay(tmp_path: Path) -> None:
+    """Two systems of the four: each is a server to start."""
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("You are a careful assistant. Answer in one short sentence. " * 25)
+    done = run(
+        *("--model", SMOLLM2, "--system-prompt", prompt, "--requests", 4, "--tokens", 6),
+        *("--repeats", 1, "--rate", 50, "--bound", 100, "--no-system-kv", "--json"),
+        *("--enforce-eager", "--max-model-len", 1024, "--max-num-seqs", 4),
+    )
+    shown = json.loads(done.stdout)
+    assert [gain["system"] for gain in shown["gains"]] == ["stock", "relay"]
+    for gain in shown["gains"]:
+        assert gain["sustained_rate"] == 50 and gain["tokens_per_s"] > 0
+    for found in shown["rows"]:
+        assert found["requests"] == 4 and 0 <= found["logprob_rms"] < 0.1
+        assert found["ttft_mean_s"] > 0 and found["normalized_s"] > 0
+    assert "checking that all answer alike" in done.stderr

@@ -1,0 +1,1 @@
+"""What serving with relay would gain: real servers side by side, under the same load."""

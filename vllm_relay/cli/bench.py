@@ -1,0 +1,225 @@
+"""``vllm-relay bench``: what relay would gain on the user's own model and prompt."""
+
+import math
+import re
+import statistics
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from vllm_relay.cli.console import PLAIN, JsonFlag, err, one_line_errors, out
+from vllm_relay.cli.engine import ESCAPE
+
+if TYPE_CHECKING:
+    from vllm_relay.bench.serving import Load
+
+# Asked where the user has no questions.
+QUESTIONS = (
+    "What is this about?",
+    "Summarise it in one sentence.",
+    "What is the most important point?",
+    "What should I do first?",
+    "Who is it meant for?",
+    "What does it not allow?",
+    "Give one example.",
+    "Is anything unclear in it?",
+)
+
+
+def bench(
+    context: typer.Context,
+    model: Annotated[str, typer.Option("--model", help="As for vllm serve.")],
+    system_prompt: Annotated[
+        Path, typer.Option("--system-prompt", help="Text that every request begins with, UTF-8.")
+    ],
+    questions: Annotated[
+        Path | None,
+        typer.Option("--questions", help="One per line, UTF-8; else some are made up."),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=2, help="Of each measurement.")] = 32,
+    tokens: Annotated[int, typer.Option(min=2, help="That each request gets.")] = 64,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option("--rate", help="Requests per second; repeat it. Default: all at once."),
+    ] = None,
+    bound: Annotated[
+        float | None,
+        typer.Option(help="Seconds per token; prints the highest --rate that each sustains."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    without_caching: Annotated[
+        bool, typer.Option("--without-caching", help="Also vLLM without prefix caching.")
+    ] = False,
+    system_kv: Annotated[
+        bool, typer.Option(help="Also relay with the prompt's KV from a file, built first.")
+    ] = True,
+    as_json: JsonFlag = False,
+) -> None:
+    """Serve your model and prompt with vLLM's own attention and with relay, side by side.
+
+    Starts real servers, sends all the same requests, in turns, and prints what relay gains. No
+    speed is shown unless the answers agree. Any other option is vLLM's own: give those that you
+    serve with. All servers are up at once: each needs its share of the memory (on a GPU
+    --gpu-memory-utilization).
+    """
+    from vllm_relay.bench import serving
+    from vllm_relay.bench.processes import build_system_kv
+    from vllm_relay.bench.systems import FOUR, SYSTEMS
+
+    flags = [x.removeprefix(ESCAPE) for x in context.args if x != "--"]
+    console = Console(**PLAIN, stderr=True)
+    with one_line_errors(), ExitStack() as stack:
+        if "--attention-backend" in {flag.partition("=")[0] for flag in flags}:
+            raise ValueError("--attention-backend is what is compared: leave it out")
+        if bound is not None and not rate:
+            raise ValueError("--bound needs --rate: the rates to try")
+        if find_spec("pandas") is None:
+            raise ValueError(
+                "`vllm bench serve` needs pandas here: pip install 'vllm-relay[bench]'"
+            )
+        prompt = system_prompt.read_text(encoding="utf-8")
+        asked = _questions(questions, requests * (1 + repeats))
+        keys = [key for key in FOUR if without_caching or SYSTEMS[key].caching]
+        keys = [key for key in keys if system_kv or not SYSTEMS[key].system_kv]
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-relay-")))
+        report = _reporter(console, stack)
+        report("reading the tokenizer")
+        tokenizer = _tokenizer(model)
+        files = []
+        if system_kv:
+            text = folder / "prompt.txt"
+            text.write_text(prompt, encoding="utf-8")
+            files = [build_system_kv(model, text, flags, report=report)]
+        prompts = serving.render(tokenizer, prompt, asked)
+
+        def load(at: float) -> Any:
+            def make(number: int) -> "Load":
+                begin = number * requests
+                return serving.Load(at, prompts[begin : begin + requests], tokens)
+
+            return make
+
+        loads = [load(x) for x in rate or [serving.EVERYTHING_AT_ONCE]]
+        rows = serving.compare(
+            model, keys, flags, loads, repeats, folder, files=files, report=report
+        )
+    gains = summary(rows, bound)
+    if as_json:
+        # JSON has no infinity: a rate of null is everything at once
+        out.print_json(data={"gains": _finite(gains), "rows": _finite(rows)})
+        return
+    _show(gains, bound)
+
+
+def _finite(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**row, "rate": None if math.isinf(row["rate"]) else row["rate"]} for row in rows]
+
+
+def _questions(path: Path | None, count: int) -> list[str]:
+    """So many different questions.
+
+    Raises:
+        ValueError: the file has none.
+    """
+    asked = list(QUESTIONS)
+    if path is not None:
+        asked = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        asked = [line for line in asked if line]
+        if not asked:
+            raise ValueError(f"{path} has no questions")
+    # Numbered once they come again: a prompt that was there before is in the prefix cache.
+    return [
+        asked[i % len(asked)] + ("" if i < len(asked) else f" ({i // len(asked)})")
+        for i in range(count)
+    ]
+
+
+def _tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    if not tokenizer.chat_template:
+        raise ValueError(f"{model} has no chat template")
+    return tokenizer
+
+
+def _reporter(console: Console, stack: ExitStack) -> Any:
+    """A status line; plain lines, now and then, where there is no terminal."""
+    if console.is_terminal:
+        status = stack.enter_context(console.status(""))
+        return status.update
+    said: set[str] = set()
+
+    def report(doing: str) -> None:
+        what = re.sub(r"\d+ of \d+ requests", "", doing)  # one line per thing done
+        if what not in said:
+            said.add(what)
+            err.print(f"vllm-relay: {doing}")
+
+    return report
+
+
+def summary(rows: Sequence[dict[str, Any]], bound: float | None = None) -> list[dict[str, Any]]:
+    """Per rate and system: medians over rounds, and times vLLM's in the same round."""
+    from vllm_relay.bench.serving import sustained
+    from vllm_relay.bench.systems import REFERENCE, SYSTEMS
+
+    gains = []
+    for at in dict.fromkeys(row["rate"] for row in rows):
+        of_rate = [row for row in rows if row["rate"] == at]
+        for key in (key for key in SYSTEMS if any(row["system"] == key for row in of_rate)):
+            mine = sorted(
+                (row for row in of_rate if row["system"] == key), key=lambda row: row["round"]
+            )
+            theirs = {row["round"]: row for row in of_rate if row["system"] == REFERENCE}
+            gain: dict[str, Any] = {"rate": at, "system": key, "rounds": len(mine)}
+            for name in ("tokens_per_s", "requests_per_s", "normalized_s", "ttft_p50_s"):
+                gain[name] = statistics.median(row[name] for row in mine)
+            gain["tpot_p50_s"] = statistics.median(row["tpot_p50_s"] for row in mine)
+            times = [x["tokens_per_s"] / theirs[x["round"]]["tokens_per_s"] for x in mine]
+            faster = [theirs[x["round"]]["normalized_s"] / x["normalized_s"] for x in mine]
+            gain["times_throughput"] = round(statistics.median(times), 4)
+            gain["times_latency"] = round(statistics.median(faster), 4)
+            gain["times_latency_min"] = round(min(faster), 4)
+            gain["times_latency_max"] = round(max(faster), 4)
+            if bound is not None:
+                gain["sustained_rate"] = sustained(rows, key, bound)
+            gains.append(gain)
+    return gains
+
+
+def _show(gains: Sequence[dict[str, Any]], bound: float | None) -> None:
+    from vllm_relay.bench.systems import SYSTEMS
+
+    table = Table(title="Serving with and without relay (medians of rounds)")
+    for heading in ("requests/s", "system", "tokens/s", "TTFT", "TPOT", "s/token", "times vLLM"):
+        table.add_column(heading, justify="left" if heading == "system" else "right")
+    last = None
+    for gain in gains:
+        if last not in (None, gain["rate"]):
+            table.add_section()
+        shown = "all at once" if math.isinf(gain["rate"]) else f"{gain['rate']:g}"
+        table.add_row(
+            "" if gain["rate"] == last else shown,
+            SYSTEMS[gain["system"]].label,
+            f"{gain['tokens_per_s']:,.0f}",
+            f"{gain['ttft_p50_s']:.3f} s",
+            f"{1e3 * gain['tpot_p50_s']:.1f} ms",
+            f"{gain['normalized_s']:.4f}",
+            f"{gain['times_latency']:.2f}",
+        )
+        last = gain["rate"]
+    Console().print(table)
+    out.print("times vLLM: end-to-end latency per token, vLLM's over the system's, same round")
+    if bound is not None:
+        for key in dict.fromkeys(gain["system"] for gain in gains):
+            rate = next(gain["sustained_rate"] for gain in gains if gain["system"] == key)
+            held = "none of the rates" if rate is None else f"{rate:g} requests/s"
+            out.print(f"within {bound:g} s per token: {SYSTEMS[key].label}: {held}")
