@@ -12,7 +12,7 @@ from vllm_relay.backend import calibrate_native, calibrate_torch
 from vllm_relay.backend.cpu_native import make_step
 from vllm_relay.backend.probe import Probe, Shape
 from vllm_relay.ops.cpu import native
-from vllm_relay.sharing import RelayPlan
+from vllm_relay.sharing import RelayPlan, reads
 
 Call = Callable[[], torch.Tensor]
 
@@ -73,6 +73,24 @@ class AttentionWorker:
             ways = {"vLLM": probe.stock(common), "ours": ours}
             return _measured(ways, probe, _exact(probe, query, tables, given, queries), rounds)
 
+    def measure_speed_up(self, rows: int, prefix: int, own: int, rounds: int) -> dict[str, Any]:
+        """Seconds of vLLM's attention and of relay's on whole steps, with caches cold and warm."""
+        with torch.inference_mode():
+            probe = self._probed()
+            common = probe.step(Shape(rows, prefix, own))
+            relay, relayed = probe.relay(common, reads())
+            if not relayed:
+                raise ValueError(f"{prefix} tokens are no KV block of {probe.block}")
+            ways = {"vLLM": probe.stock(common), "relay": relay}
+            tables, lens = common.block_table_tensor.numpy(), common.seq_lens.numpy()
+            exact = _exact(probe, probe.query(common), tables, lens, 1)
+            errors = _errors(ways, probe, exact)
+            times = {
+                caches: probe.rounds(list(ways.values()), rounds, cold=caches == "flushed")
+                for caches in ("flushed", "warm")
+            }
+        return {"rms_error": errors, "seconds": times}
+
     def _probed(self) -> Probe:
         if not hasattr(self, "_probe"):
             self._probe = Probe(self)
@@ -87,15 +105,21 @@ def _first(call: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> Call:
 def _measured(
     ways: dict[str, Call], probe: Probe, exact: torch.Tensor, rounds: int
 ) -> dict[str, Any]:
-    errors = {}
-    for name, call in ways.items():
-        probe.rewind()
-        errors[name] = float((call().float() - exact).square().mean().sqrt())
+    errors = _errors(ways, probe, exact)
     times = probe.rounds(list(ways.values()), rounds)
     return {
         name: {"seconds": statistics.median(taken), "rms_error": errors[name]}
         for name, taken in zip(ways, times, strict=True)
     }
+
+
+def _errors(ways: dict[str, Call], probe: Probe, exact: torch.Tensor) -> dict[str, float]:
+    """Root mean square, of the first layer's output."""
+    errors = {}
+    for name, call in ways.items():
+        probe.rewind()
+        errors[name] = float((call().float() - exact).square().mean().sqrt())
+    return errors
 
 
 def _exact(

@@ -4,12 +4,17 @@
 
 Every way attends to the same KV blocks of a running engine, with cold caches, in turns; errors are
 against float32. Ceilings (PyTorch's bf16 matrix product, reading memory) are of the same run.
+
+Then whole steps, vLLM's attention and relay's in turns, with caches flushed and warm, beside what
+eq. 10 of the RelayAttention paper (arXiv 2402.14808) predicts: its own benchmark's 32 requests with
+128 tokens of context each, by the length of the prefix.
 """
 
 import argparse
 import itertools
 import os
 import random
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -21,8 +26,11 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import OFFLINE, ROOT, provenance, write_csv
+from benchmarks.attention_figures import kernels
+from benchmarks.ceilings import theoretical_speed_up
+from benchmarks.common import OFFLINE, ROOT
 from benchmarks.random_model import write_random_model
+from benchmarks.turns import make_console, save
 
 HEADS = [(16, 16, 128), (32, 8, 128), (9, 3, 64)]
 PREFIX = 8192
@@ -36,6 +44,9 @@ CONTEXTS = {
     "8 x 1,024, 8 queries": ([1024] * 8, 8),
     "2 x 1,024, 256 queries": ([1024] * 2, 256),
 }
+# Of whole steps: requests and the context of each, as in the paper's benchmark.
+STEP = (32, 128)
+STEP_PREFIXES = (128, 256, 512, 1024, 2048, 4096, 8192)
 # Times the error of vLLM's own kernel, root mean square against float32.
 WRONG = 3.0
 
@@ -82,47 +93,41 @@ def rows_of(
     return rows
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """The prefix against the matrix product, contexts against reading, on the fewest threads."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    least = min(row["threads"] for row in rows)
-    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for axes, part, unit, ceiling, title in (
-        (panels[0], "prefix", "gflop_s", "gemm_gflop_s", "Prefix, 32 x 8,192 tokens, GFLOP/s"),
-        (panels[1], "contexts", "gb_s", "read_gb_s", "Contexts, 32 x 1,024 tokens, GB/s"),
-    ):
-        shown = [
-            row
-            for row in rows
-            if row["part"] == part
-            and row["threads"] == least
-            and (part == "prefix" or row["case"] == "32 x 1,024")
-        ]
-        ways = list(dict.fromkeys(row["way"] for row in shown))
-        shapes = list(
-            dict.fromkeys((r["query_heads"], r["kv_heads"], r["head_size"]) for r in shown)
+def step_rows(
+    prefix: int, heads: tuple[int, int, int], measured: Any, ceiling: Any
+) -> list[dict[str, Any]]:
+    """Of vLLM's attention and relay's on a whole step: a row for flushed caches, one for warm."""
+    requests, context = STEP
+    rows = []
+    for caches, seconds in measured["seconds"].items():
+        stock, relay = seconds
+        ratios = [a / b for a, b in zip(stock, relay, strict=True)]
+        rows.append(
+            {
+                "part": "step",
+                "case": f"{requests} x {prefix:,} + {context}",
+                "way": "relay",
+                "query_heads": heads[0],
+                "kv_heads": heads[1],
+                "head_size": heads[2],
+                "threads": ceiling["threads"],
+                "requests": requests,
+                "prefix_tokens": prefix,
+                "context_tokens": context,
+                "caches": caches,
+                "ms": round(1e3 * statistics.median(relay), 4),
+                "stock_ms": round(1e3 * statistics.median(stock), 4),
+                "times_as_fast_as_vllm": round(statistics.median(ratios), 3),
+                "times_min": round(min(ratios), 3),
+                "times_max": round(max(ratios), 3),
+                "eq_10": round(theoretical_speed_up(requests, prefix, context), 3),
+                "times_vllms_error": round(
+                    measured["rms_error"]["relay"] / measured["rms_error"]["vLLM"], 3
+                ),
+                "instructions": ceiling["instructions"],
+            }
         )
-        width = 0.8 / len(ways)
-        for index, way in enumerate(ways):
-            values = [row[unit] for row in shown if row["way"] == way]
-            places = [i + (index - (len(ways) - 1) / 2) * width for i in range(len(values))]
-            axes.bar(places, values, width, label=way)
-        most = [next(r[ceiling] for r in shown if r["query_heads"] == s[0]) for s in shapes]
-        for i, value in enumerate(most):
-            axes.plot(
-                [i - 0.45, i + 0.45], [value] * 2, color="black", linewidth=1,
-                label=("matrix product" if part == "prefix" else "reading") if not i else None,
-            )  # fmt: skip
-        axes.set_xticks(range(len(shapes)), [f"{a}/{b} heads of {c}" for a, b, c in shapes])
-        axes.set_title(title, fontsize="medium")
-        axes.set_ylim(0, 1.45 * max(most))
-        axes.legend(frameon=False, fontsize="small", ncols=2)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    return rows
 
 
 def start(heads: tuple[int, int, int]) -> Any:
@@ -143,13 +148,24 @@ def start(heads: tuple[int, int, int]) -> Any:
         )
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=9, help="of each case")
     parser.add_argument("--save", action="store_true", help="write a CSV and a plot to results")
-    args = parser.parse_args()
-    console = Console()
+    parser.add_argument(
+        "--heads", type=int, nargs=3, action="append", metavar=("QUERY", "KV", "SIZE"),
+        help="of a model; repeat it for several",
+    )  # fmt: skip
+    parser.add_argument("--contexts", nargs="*", choices=list(CONTEXTS), default=list(CONTEXTS))
+    parser.add_argument(
+        "--steps", type=int, nargs="*", default=list(STEP_PREFIXES),
+        help="prefixes of whole steps, with the first heads and the fewest threads",
+    )  # fmt: skip
+    args = parser.parse_args(argv)
+    console = make_console()
+    shapes = list(map(tuple, args.heads or HEADS))
+    cases = [case for case in CASES if case[0] == "prefix" or case[1] in args.contexts]
     cores = sorted(os.sched_getaffinity(0))[: max(args.threads)]
     if len(cores) < max(args.threads):
         parser.error(f"--threads: this machine has {len(cores)} cores")
@@ -159,12 +175,12 @@ def main() -> int:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     rows: list[dict[str, Any]] = []
-    for heads, threads in itertools.product(HEADS, args.threads):
+    for heads, threads in itertools.product(shapes, args.threads):
         # An engine's threads are what it was started with.
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores[:threads]))
         title = f"{heads[0]}/{heads[1]} heads of {heads[2]}, {threads} threads"
         llm = start(heads)
-        for part, name in track(CASES, title, console=console, transient=True):
+        for part, name in track(cases, title, console=console, transient=True):
             before = llm.collective_rpc("measure_ceilings")[0]
             given = (32, PREFIX) if part == "prefix" else CONTEXTS[name]
             measured = llm.collective_rpc(f"measure_{part}", args=(*given, args.rounds))[0]
@@ -172,7 +188,23 @@ def main() -> int:
             # A machine that is shared is held up at times: a ceiling is the better of the two.
             ceiling = before | {x: max(before[x], after[x]) for x in ("gemm_gflop_s", "read_gb_s")}
             rows += rows_of(part, name, heads, measured, ceiling)
+        if heads == shapes[0] and threads == min(args.threads):
+            for prefix in track(args.steps, "whole steps", console=console, transient=True):
+                given = (STEP[0], prefix, STEP[1], args.rounds)
+                found = llm.collective_rpc("measure_speed_up", args=given)[0]
+                rows += step_rows(prefix, heads, found, ceiling)
         del llm
+    wrong = [row for row in rows if not float(row["times_vllms_error"]) <= WRONG]
+    if wrong:
+        console.print(f"[red]outputs differ, no speed is reported:[/] {wrong[:3]}")
+        return 1
+    show(console, rows)
+    if args.save:
+        kernels(rows, save(console, "attention", rows).with_suffix(".png"))
+    return 0
+
+
+def show(console: Console, rows: list[dict[str, Any]]) -> None:
     table = Table(title="Attention of one layer (medians)")
     for heading in (
         "heads",
@@ -189,6 +221,8 @@ def main() -> int:
             heading, justify="left" if heading in ("heads", "case", "way") else "right"
         )
     for row in rows:
+        if row["part"] == "step":
+            continue
         table.add_row(
             f"{row['query_heads']}/{row['kv_heads']}/{row['head_size']}",
             row["case"], str(row["threads"]), row["way"], f"{row['ms']:.2f}",
@@ -196,15 +230,17 @@ def main() -> int:
             f"{row['of_read']:.0%}",
         )  # fmt: skip
     console.print(table)
-    wrong = [row for row in rows if not float(row["times_vllms_error"]) <= WRONG]
-    if wrong:
-        console.print(f"[red]outputs differ, no speed is reported:[/] {wrong[:3]}")
-        return 1
-    if args.save:
-        path = write_csv(ROOT / "benchmarks" / "results" / "attention.csv", rows, provenance())
-        plot(rows, path.with_suffix(".png"))
-        console.print(f"wrote {path.relative_to(ROOT)} and its plot")
-    return 0
+    steps = Table(title=f"Attention of whole steps, {STEP[0]} requests (medians)")
+    for heading in ("prefix", "caches", "vLLM ms", "relay ms", "times", "least to most", "eq. 10"):
+        steps.add_column(heading, justify="right")
+    for row in rows:
+        if row["part"] == "step":
+            steps.add_row(
+                f"{row['prefix_tokens']:,}", row["caches"], f"{row['stock_ms']:.2f}",
+                f"{row['ms']:.2f}", f"{row['times_as_fast_as_vllm']:.2f}",
+                f"{row['times_min']:.2f} to {row['times_max']:.2f}", f"{row['eq_10']:.2f}",
+            )  # fmt: skip
+    console.print(steps)
 
 
 if __name__ == "__main__":

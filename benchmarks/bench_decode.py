@@ -2,6 +2,9 @@
 
     python benchmarks/bench_decode.py --shared 8192 2048 0 --save
 
+Beside the cases with many requests under one prefix there are ``--also`` those in which relay has
+little to gain: one request alone, a short prefix, contexts much longer than the prefix.
+
 The model has 4 layers, by default with 16 query and 16 KV heads of size 128 (attention weighs most
 in that shape), and random weights of realistic scale; ``--model`` takes a real one in its place.
 ``--shared 0`` is a batch with nothing shared: what the plugin costs when it cannot help, and what
@@ -26,18 +29,9 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import step
-from benchmarks.engines import (
-    Case,
-    Engine,
-    Limits,
-    Measured,
-    Round,
-    compare,
-    engines,
-    make_console,
-    save,
-)
+from benchmarks.engines import Engine, Limits, engines
 from benchmarks.random_model import LAYERS, VOCABULARY, write_random_model
+from benchmarks.turns import Case, Measured, Round, compare, make_console, save
 
 KEYS = ("stock", "relay", "no-attention")
 
@@ -55,42 +49,49 @@ def ceiling_gflop_s() -> float:
     return rate / 1e9
 
 
-def make_case(shared: int, args: argparse.Namespace) -> Case:
-    """Requests under one prefix, which stays in the cache; their own tokens change each round."""
-    prefix = np.random.default_rng(shared).integers(3, VOCABULARY, shared).tolist()
+def make_case(requests: int, shared: int, own: int, steps: int) -> Case:
+    """Requests under one prefix. They come again in every round: what is timed is decoding."""
+    rng = np.random.default_rng(shared)
+    prefix = rng.integers(3, VOCABULARY, shared).tolist()
+    prompts = [prefix + rng.integers(3, VOCABULARY, own).tolist() for _ in range(requests)]
 
     def make_round(number: int) -> Round:
-        rng = np.random.default_rng([shared, number])
-        own = rng.integers(3, VOCABULARY, (args.requests, args.own)).tolist()
-        return [prefix + tokens for tokens in own], [args.steps] * args.requests
+        return prompts, [steps] * requests
 
-    return Case({"shared_tokens": shared}, make_round)
+    columns = {"requests": requests, "shared_tokens": shared, "own_tokens": own}
+    return Case(columns, make_round)
 
 
-def row_of(measured: Measured, shared: int, args: argparse.Namespace) -> dict[str, Any]:
+def row_of(measured: Measured, case: Case, args: argparse.Namespace) -> dict[str, Any]:
     rates = measured.decode_tok_s
     ratios = [r / s for r, s in zip(rates["relay"], rates["stock"], strict=True)]
     stock, relay, ceiling = (statistics.median(rates[key]) for key in KEYS)
     gemm = ceiling_gflop_s()
-    operations = 4 * args.layers * args.heads[0] * args.heads[2] * args.requests * shared
+    requests = case.columns["requests"]
+    attended = requests * case.columns["shared_tokens"]
+    operations = 4 * args.layers * args.heads[0] * args.heads[2] * attended
     counted = measured.counted["relay"]
+    spread = {
+        f"{key}_step_ms_{name}": round(1e3 * requests / of(rates[key]), 3)
+        for key in ("stock", "relay")
+        for name, of in (("min", max), ("max", min))
+    }
     return {
         "model": args.model.name if args.model else "random",
         "layers": args.layers,
         "query_heads": args.heads[0],
         "kv_heads": args.heads[1],
         "head_size": args.heads[2],
-        "shared_tokens": shared,
-        "own_tokens": args.own,
-        "requests": args.requests,
+        **case.columns,
         "steps": args.steps,
         "rounds": args.repeats,
         "stock_tok_s": round(stock, 2),
         "relay_tok_s": round(relay, 2),
         "no_attention_tok_s": round(ceiling, 2),
-        "stock_step_ms": round(1e3 * args.requests / stock, 3),
-        "relay_step_ms": round(1e3 * args.requests / relay, 3),
-        "no_attention_step_ms": round(1e3 * args.requests / ceiling, 3),
+        "stock_step_ms": round(1e3 * requests / stock, 3),
+        "relay_step_ms": round(1e3 * requests / relay, 3),
+        "no_attention_step_ms": round(1e3 * requests / ceiling, 3),
+        **spread,
         "prefix_ms_at_gemm_rate": round(operations / gemm / 1e6, 3),
         "gemm_gflop_s": round(gemm, 1),
         "ratio": round(statistics.median(ratios), 4),
@@ -105,8 +106,9 @@ def row_of(measured: Measured, shared: int, args: argparse.Namespace) -> dict[st
 def show(console: Console, rows: list[dict[str, Any]]) -> None:
     table = Table(title="Decode throughput, tokens per second (medians)")
     for heading in (
-        "shared",
         "requests",
+        "shared",
+        "own",
         "stock",
         "relay",
         "no attention",
@@ -118,8 +120,9 @@ def show(console: Console, rows: list[dict[str, Any]]) -> None:
         table.add_column(heading, justify="right")
     for r in rows:
         table.add_row(
-            f"{r['shared_tokens']:,}",
             str(r["requests"]),
+            f"{r['shared_tokens']:,}",
+            f"{r['own_tokens']:,}",
             f"{r['stock_tok_s']:,.0f}",
             f"{r['relay_tok_s']:,.0f}",
             f"{r['no_attention_tok_s']:,.0f}",
@@ -138,15 +141,24 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = sorted(rows, key=lambda row: row["shared_tokens"])
+    usual = (rows[0]["requests"], rows[0]["own_tokens"])
+    rows = [row for row in rows if (row["requests"], row["own_tokens"]) == usual]
+    rows.sort(key=lambda row: row["shared_tokens"])
     lengths = [row["shared_tokens"] for row in rows]
     least = [
         rows[0]["relay_step_ms"] + row["prefix_ms_at_gemm_rate"] - rows[0]["prefix_ms_at_gemm_rate"]
         for row in rows
     ]
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    axes.plot(lengths, [r["stock_step_ms"] for r in rows], marker="o", label="vLLM's own")
-    axes.plot(lengths, [r["relay_step_ms"] for r in rows], marker="o", label="relay")
+    for key, label in (("stock", "vLLM's own"), ("relay", "relay")):
+        middle = [r[f"{key}_step_ms"] for r in rows]
+        spread = None
+        if f"{key}_step_ms_min" in rows[0]:
+            spread = [
+                [r[f"{key}_step_ms"] - r[f"{key}_step_ms_min"] for r in rows],
+                [r[f"{key}_step_ms_max"] - r[f"{key}_step_ms"] for r in rows],
+            ]
+        axes.errorbar(lengths, middle, spread, marker="o", capsize=3, label=label)
     if "no_attention_step_ms" in rows[0]:
         axes.plot(
             lengths, [r["no_attention_step_ms"] for r in rows], color="0.6", linestyle="--",
@@ -157,11 +169,11 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         label="the shortest step, and the prefix's arithmetic\nat the rate of a matrix product",
     )  # fmt: skip
     axes.set_xlabel("tokens of the shared prefix")
-    axes.set_ylabel("milliseconds per decode step")
+    axes.set_ylabel("milliseconds per decode step (median; least to most)")
     axes.set_ylim(bottom=0)
     row = rows[0]
     axes.set_title(
-        f"{row['requests']} requests, {row['layers']} layers, "
+        f"{row['requests']} requests with {row['own_tokens']} tokens each, {row['layers']} layers, "
         f"{row['query_heads']}/{row['kv_heads']} heads of {row['head_size']}",
         fontsize="medium",
     )
@@ -170,7 +182,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--shared",
@@ -183,6 +195,15 @@ def main() -> int:
         "--own", type=int, default=64, help="tokens each request adds to the prefix"
     )
     parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument(
+        "--also",
+        type=int,
+        nargs=3,
+        action="append",
+        default=[],
+        metavar=("REQUESTS", "SHARED", "OWN"),
+        help="also this case",
+    )
     parser.add_argument("--steps", type=int, default=48, help="tokens each request produces")
     parser.add_argument("--repeats", type=int, default=7, help="measured rounds per case")
     parser.add_argument(
@@ -198,7 +219,7 @@ def main() -> int:
     )
     parser.add_argument("--min-saved-tokens", type=int, help="the setting of that name")
     parser.add_argument("--save", action="store_true", help="write a CSV to benchmarks/results")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     console = make_console()
     settings = {} if args.min_saved_tokens is None else {"min_saved_tokens": args.min_saved_tokens}
     rows = []
@@ -212,22 +233,27 @@ def main() -> int:
             args.layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
             size = config.get("head_dim") or config["hidden_size"] // heads
             args.heads = [heads, config["num_key_value_heads"], size]
-        limits = Limits(max(args.shared) + args.own + args.steps, args.requests)
+        given = [(args.requests, shared, args.own) for shared in args.shared]
+        given += map(tuple, args.also)
+        limits = Limits(
+            max(shared + own for _, shared, own in given) + args.steps,
+            max(requests for requests, _, _ in given),
+        )
         with step(console, f"{len(KEYS)} engines") as report:
             started: dict[str, Engine] = stack.enter_context(
                 engines(model, KEYS, limits, settings=settings, report=report)
             )
-        for shared in args.shared:
-            with step(console, f"{shared:,} shared tokens") as report:
-                measured = compare(started, make_case(shared, args), args.repeats, report)
+        for case in (make_case(*numbers, args.steps) for numbers in given):
+            with step(console, case.title) as report:
+                measured = compare(started, case, args.repeats, report)
             if measured.wrong():
                 console.print(f"[red]answers differ, no speed is reported:[/] {measured.distances}")
                 return 1
-            rows.append(row_of(measured, shared, args))
+            rows.append(row_of(measured, case, args))
     show(console, rows)
     if args.save:
         path = save(console, "decode", rows)
-        if len(rows) > 2:
+        if len(args.shared) > 2:
             plot(rows, path.with_suffix(".png"))
     return 0
 

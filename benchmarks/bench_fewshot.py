@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import model_path
-from benchmarks.engines import Case, Limits, Round, make_console, run, save, show
-from vllm_relay.bench.serving import WrongAnswers
+from benchmarks.engines import Limits
+from benchmarks.turns import Case, Comparison, Round, run
 from vllm_relay.bench.systems import FOUR
 
 SUBJECTS = 57
@@ -89,7 +89,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3, help="measured rounds per case")
     parser.add_argument("--save", action="store_true", help="write a CSV to benchmarks/results")
     args = parser.parse_args(argv)
-    console = make_console()
     model = args.model or model_path()
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     most = max(args.examples)
@@ -100,15 +99,9 @@ def main(argv: list[str] | None = None) -> int:
     ]
     limits = Limits(max(map(len, prefixes)) + 256, args.at_once)
     cases = [make_case(tokenizer, examples, args) for examples in args.examples]
-    try:
-        rows = run(console, model, FOUR, limits, cases, args.repeats, prefixes)
-    except WrongAnswers as error:
-        console.print(f"[red]{error}[/]")
-        return 1
-    show(console, f"{args.subjects} subjects", rows, "examples", "shared_tokens")
-    if args.save:
-        save(console, "fewshot", rows)
-    return 0
+    title, columns = f"{args.subjects} subjects", ("examples", "shared_tokens")
+    comparison = Comparison("fewshot", title, columns, FOUR, limits, cases, prefixes)
+    return run(comparison, model, args.repeats, args.save)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,16 @@ is the ceiling.
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import ROOT, model_path
-from benchmarks.engines import Answer, Case, Limits, Round, make_console, run, save, show
-from vllm_relay.bench.serving import WrongAnswers
+from benchmarks.engines import Answer, Limits
+from benchmarks.turns import Case, Comparison, Round, run
+from vllm_relay.bench.serving import render
 from vllm_relay.bench.systems import FOUR
 
 NAMES = (
@@ -42,24 +43,20 @@ def plant(text: str, facts: int, seed: int) -> tuple[str, list[tuple[str, str]]]
     return ". ".join(sentences), planted
 
 
-def make_cases(tokenizer: Tokenizer, args: argparse.Namespace) -> tuple[list[int], list[Case]]:
+def make_cases(tokenizer: Any, args: argparse.Namespace) -> tuple[list[int], list[Case]]:
     """The document's tokens, and a case per number of questions."""
     text = args.text.read_text(encoding="utf-8-sig")
     # About four characters a token, and some to spare for cutting.
     document, planted = plant(text[: 5 * args.document], args.facts, 0)
-    ids = tokenizer.encode(document, add_special_tokens=False)
-    if len(ids.ids) < args.document:
+    places = tokenizer(document, add_special_tokens=False, return_offsets_mapping=True)
+    if len(places["input_ids"]) < args.document:
         raise SystemExit(f"{args.text} has fewer than {args.document:,} tokens: --document")
-    document = document[: ids.offsets[args.document - 1][1]]
+    document = document[: places["offset_mapping"][args.document - 1][1]]
     known = [(n, w) for n, w in planted if FACT.format(name=n, word=w).rstrip(". ") in document]
 
     def chat(asked: str) -> list[int]:
-        return list(
-            tokenizer.encode(
-                f"<|im_start|>user\n{document}\n\n{asked}<|im_end|>\n<|im_start|>assistant\n",
-                add_special_tokens=False,
-            ).ids
-        )
+        (text,) = render(tokenizer, document, [asked])
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def make_case(count: int) -> Case:
         asked = [known[i % len(known)] for i in range(count)]
@@ -99,21 +96,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3, help="measured rounds per case")
     parser.add_argument("--save", action="store_true", help="write a CSV to benchmarks/results")
     args = parser.parse_args(argv)
-    console = make_console()
     model = args.model or model_path()
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
     prefix, cases = make_cases(tokenizer, args)
     limits = Limits(len(prefix) + 64 + args.steps, max(args.questions))
     keys = (*FOUR, "no-attention")
-    try:
-        rows = run(console, model, keys, limits, cases, args.repeats, [prefix])
-    except WrongAnswers as error:
-        console.print(f"[red]{error}[/]")
-        return 1
-    show(console, f"questions about {args.document:,} tokens", rows, "questions", "right")
-    if args.save:
-        save(console, "needles", rows)
-    return 0
+    title, columns = f"questions about {args.document:,} tokens", ("questions", "right")
+    comparison = Comparison("needles", title, columns, keys, limits, cases, [prefix])
+    return run(comparison, model, args.repeats, args.save)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import model_path
-from benchmarks.engines import Case, Limits, Round, make_console, run, save, show
-from vllm_relay.bench.serving import WrongAnswers
+from benchmarks.engines import Limits
+from benchmarks.turns import Case, Comparison, Round, run
 from vllm_relay.bench.systems import FOUR
 
 # Log-normal, clipped: medians and spreads of published conversation datasets, shortened so that a
@@ -70,7 +70,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3, help="measured rounds per case")
     parser.add_argument("--save", action="store_true", help="write a CSV to benchmarks/results")
     args = parser.parse_args(argv)
-    console = make_console()
     model = args.model or model_path()
     vocabulary = 2048  # of the tokens that prompts are made of, which every model has
     rng = np.random.default_rng(7)
@@ -79,15 +78,10 @@ def main(argv: list[str] | None = None) -> int:
     cases = [make_case(p, m, args.requests, vocabulary) for p in prefixes for m in mixes]
     longest = max([LONGEST, *(sum(mix) for mix in args.mix)])
     limits = Limits(max(args.prefix) + longest + 1, args.requests)
-    try:
-        rows = run(console, model, FOUR, limits, cases, args.repeats, prefixes)
-    except WrongAnswers as error:
-        console.print(f"[red]{error}[/]")
-        return 1
-    show(console, f"{args.requests} requests at once", rows, "prefix_tokens", "lengths")
-    if args.save:
-        save(console, "throughput", rows)
-    return 0
+    title = f"{args.requests} requests at once"
+    columns = ("prefix_tokens", "lengths")
+    comparison = Comparison("throughput", title, columns, FOUR, limits, cases, prefixes)
+    return run(comparison, model, args.repeats, args.save)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.engines import Case, Limits, Round, make_console, run, save, show
+from benchmarks.engines import Limits
 from benchmarks.random_model import VOCABULARY, write_random_model
-from vllm_relay.bench.serving import WrongAnswers
+from benchmarks.turns import Case, Comparison, Round, run
 
 KEYS = ("stock", "relay-1-level", "relay-2-levels", "no-attention")
 
@@ -62,22 +62,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5, help="measured rounds per case")
     parser.add_argument("--save", action="store_true", help="write a CSV to benchmarks/results")
     args = parser.parse_args(argv)
-    console = make_console()
     limits = Limits(
         args.examples + max(args.problem) + args.own + args.steps, args.problems * args.samples
     )
     cases = [make_case(args, tokens) for tokens in args.problem]
+    title = f"{args.examples:,} tokens of examples for all"
+    comparison = Comparison("tree", title, ("problem_tokens",), KEYS, limits, cases)
     with tempfile.TemporaryDirectory() as folder:
         model = write_random_model(Path(folder), *args.heads)
-        try:
-            rows = run(console, model, KEYS, limits, cases, args.repeats)
-        except WrongAnswers as error:
-            console.print(f"[red]{error}[/]")
-            return 1
-    show(console, f"{args.examples:,} tokens of examples for all", rows, "problem_tokens")
-    if args.save:
-        save(console, "tree", rows)
-    return 0
+        return run(comparison, model, args.repeats, args.save)
 
 
 if __name__ == "__main__":

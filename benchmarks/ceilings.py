@@ -1,4 +1,5 @@
-"""What the machine can do at most, measured in the run that it is compared with."""
+"""What can be had at most: of the machine, measured in the run that it is compared with, and by
+theory."""
 
 import statistics
 import time
@@ -32,3 +33,13 @@ def read_rate() -> float:
     """Bytes per second of summing more memory than the caches hold."""
     x = torch.ones(_BYTES // 4)
     return _BYTES / median_seconds(x.sum)
+
+
+def theoretical_speed_up(requests: int, prefix: int, context: int) -> float:
+    """Of attending to a prefix once for all requests, each with a context of its own.
+
+    RelayAttention's eq. 10 (arXiv 2402.14808): tokens read by attention of each request's whole
+    sequence, over those read when the prefix is read once, where memory is all that takes time. The
+    constants are queries, outputs and the fusion's operands.
+    """
+    return (prefix + context + 2) / (prefix / requests + context + 7)

@@ -10,44 +10,68 @@ import argparse
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent
-# name -> options of the small grid, of the whole one
-BENCHMARKS = {
-    "serving": ("--rates 0.5 2 --repeats 2 --requests 24", ""),
-    "throughput": (
-        "--prefix 64 512 2048 --repeats 2",
+
+
+@dataclass(frozen=True)
+class Run:
+    """Of one benchmark: options on the small grid (None: not there) and on the whole one."""
+
+    name: str
+    small: str | None
+    full: str
+
+
+LITTLE_TO_GAIN = "--also 1 8192 64 --also 32 256 64 --also 8 256 2048"
+RUNS = (
+    Run("serving", "--requests 16 --rates 1 4 --repeats 2", "--rates 0.5 1 2 4 8"),
+    Run("serving", None, "--dataset prefix_repetition --prefix-tokens 2048 --prefixes 2"),
+    Run("serving", None, "--dataset random --prefix-tokens 2048"),
+    Run(
+        "throughput",
+        "--prefix 64 512 2048 --repeats 3",
         "--prefix 64 128 256 512 1024 2048 4096 8192 --mix 64 128 --mix 128 256 --mix 256 512",
     ),
-    "fewshot": ("--questions 1 --repeats 2", ""),
-    "needles": ("--document 2048 --repeats 2", "--document 6144 --questions 1 2 4 8 16 32 64"),
-    "tree": ("--repeats 3", "--problem 0 256 512 1024 2048 4096"),
-    "attention": ("--threads 1", ""),
-    "decode": (
-        "--shared 8192 2048 0 --repeats 3 --steps 24",
-        "--shared 16384 8192 4096 2048 1024 0",
+    Run("fewshot", "--questions 1 --repeats 3", ""),
+    Run(
+        "needles",
+        "--document 2048 --questions 1 8 24 --repeats 3",
+        "--document 6144 --questions 1 2 4 8 16 32 64",
     ),
-}
+    Run("tree", "--repeats 3", "--problem 0 256 512 1024 2048 4096"),
+    Run("attention", "--threads 1", ""),
+    Run(
+        "decode",
+        f"--shared 8192 2048 0 --repeats 5 --steps 24 {LITTLE_TO_GAIN}",
+        f"--shared 16384 8192 4096 2048 1024 0 {LITTLE_TO_GAIN}",
+    ),
+)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--full", action="store_true", help="the whole grid")
-    parser.add_argument("--only", nargs="+", choices=list(BENCHMARKS), default=list(BENCHMARKS))
+    names = list(dict.fromkeys(run.name for run in RUNS))
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
     args = parser.parse_args()
     console = Console(highlight=False)
     failed = []
-    for name in args.only:
-        options = BENCHMARKS[name][args.full].split()
-        console.rule(name)
+    for run in RUNS:
+        options = run.full if args.full else run.small
+        if options is None or run.name not in args.only:
+            continue
+        console.rule(f"{run.name} {options}")
         begun = time.monotonic()
-        script = str(ROOT / "benchmarks" / f"bench_{name}.py")
-        if subprocess.run([sys.executable, script, *options, "--save"], check=False).returncode:
-            failed.append(name)
-        console.print(f"{name}: {time.monotonic() - begun:.0f} s")
+        script = str(ROOT / "benchmarks" / f"bench_{run.name}.py")
+        command = [sys.executable, script, *options.split(), "--save"]
+        if subprocess.run(command, check=False).returncode:
+            failed.append(run.name)
+        console.print(f"{run.name}: {time.monotonic() - begun:.0f} s")
     plot = [sys.executable, str(ROOT / "benchmarks" / "plot.py")]
     status = subprocess.run(plot, check=False).returncode
     if failed:

@@ -1,6 +1,7 @@
 """For all tests: no model hub, no usage reports, and a reason shown where a GPU is missing."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,6 +14,15 @@ if _worker:
     _cores = sorted(os.sched_getaffinity(0))
     _core = _cores[int(_worker.removeprefix("gw")) % len(_cores)]
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(_core))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment_of_a_file() -> Iterator[None]:
+    """Commands that run in a test's own process set variables; the next file does not see them."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 # Files that take longest, one of which must not be what a process is still at when the other has

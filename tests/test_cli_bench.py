@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tests.e2e.engine import SMOLLM2, environment
-from vllm_relay.bench.serving import distance, render, sustained
+from vllm_relay.bench.gains import show, summary, sustained
+from vllm_relay.bench.serving import distance, render
 from vllm_relay.bench.systems import SYSTEMS
-from vllm_relay.cli.bench import summary
+from vllm_relay.cli.engine import without_server_options
 
 
 def run(*arguments: Any, status: int = 0) -> subprocess.CompletedProcess[str]:
@@ -74,7 +76,7 @@ def test_gains_are_medians_of_pairs_of_the_same_round() -> None:
     assert (stock["system"], relay["system"]) == ("stock", "relay")
     assert relay["times_latency"] == 2.0 and relay["times_throughput"] == 2.0
     assert (relay["times_latency_min"], relay["times_latency_max"]) == (2.0, 4.0)
-    assert stock["times_latency"] == 1.0 and "sustained_rate" not in stock
+    assert stock["times_latency"] == 1.0
 
 
 def test_the_sustained_rate_is_the_highest_that_holds_the_bound() -> None:
@@ -83,10 +85,29 @@ def test_the_sustained_rate_is_the_highest_that_holds_the_bound() -> None:
         for rate, times in ((1, (0.1, 0.1, 0.9)), (2, (0.1, 0.2, 0.2)), (4, (0.3, 0.3, 0.1)))
         for number, seconds in enumerate(times, 1)
     ]
-    assert sustained(rows, "relay", 0.2) == 2
-    assert sustained(rows, "relay", 0.3) == 4
-    assert sustained(rows, "relay", 0.05) is None
-    assert sustained(rows, "stock", 0.2) is None
+    assert sustained(rows, 0.2) == {"relay": 2}
+    assert sustained(rows, 0.3) == {"relay": 4}
+    assert sustained(rows, 0.05) == {"relay": None}
+    # a rate above one that fails sustains nothing, and all at once is no rate
+    lucky = [row("relay", rate, 1, 0.1 if rate != 2 else 0.9) for rate in (1, 2, 4, math.inf)]
+    assert sustained(lucky, 0.2) == {"relay": 1}
+
+
+def test_the_table_of_gains(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        row(system, rate, 1, seconds)
+        for rate in (math.inf, 2)
+        for system, seconds in (("stock", 0.2), ("relay", 0.08))
+    ]
+    show(Console(width=100), "Gains", rows, 0.1)
+    printed = capsys.readouterr().out
+    lines = [[cell.strip() for cell in x.split("│")[1:-1]] for x in printed.splitlines()]
+    cells = [line for line in lines if line]
+    assert cells[0] == ["all at once", "vLLM", "50", "0.500 s", "50.0 ms", "0.2000", "1.00"]
+    assert cells[1] == ["", "relay", "125", "0.500 s", "50.0 ms", "0.0800", "2.50"]
+    assert cells[2][0] == "2" and len(cells) == 4
+    assert "within 0.1 s per token: vLLM: none of the rates" in printed
+    assert "within 0.1 s per token: relay: 2 requests/s" in printed
 
 
 def test_distance_counts_up_to_where_answers_part() -> None:
@@ -134,8 +155,18 @@ def test_a_model_and_a_prompt_are_served_with_and_without_relay(tmp_path: Path) 
     shown = json.loads(done.stdout)
     assert [gain["system"] for gain in shown["gains"]] == ["stock", "relay"]
     for gain in shown["gains"]:
-        assert gain["sustained_rate"] == 50 and gain["tokens_per_s"] > 0
+        assert gain["tokens_per_s"] > 0
+    assert shown["sustained"] == {"stock": 50, "relay": 50}
     for found in shown["rows"]:
         assert found["requests"] == 4 and 0 <= found["logprob_rms"] < 0.1
         assert found["ttft_mean_s"] > 0 and found["normalized_s"] > 0
     assert "checking that all answer alike" in done.stderr
+
+
+@pytest.mark.engine
+def test_a_builds_options_are_those_of_the_engine() -> None:
+    given = ["--enforce-eager", "--api-key", "k", "--max_model_len", "1024", "--allowed_origins"]
+    given += ["[]", "--disable-uvicorn-access-log", "--max-num-seqs=4", "--chat-template=t.jinja"]
+    kept = ["--enforce-eager", "--max_model_len", "1024", "--max-num-seqs=4"]
+    assert without_server_options("bench", given) == kept
+    assert without_server_options("bench", []) == []

@@ -4,6 +4,7 @@ import csv
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,17 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from benchmarks import (
+    bench_attention,
+    bench_decode,
     bench_fewshot,
     bench_needles,
+    bench_serving,
     bench_throughput,
     bench_tree,
     common,
     engines,
     plot,
+    turns,
 )
 from benchmarks.engines import Engine, Limits
 from tests.e2e.engine import SMOLLM2
@@ -35,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The first layers of SmolLM2, with its tokenizer: fifteen times as fast."""
     folder = tmp_path_factory.mktemp("model")
     for path in SMOLLM2.iterdir():
-        if path.suffix == ".json" or path.suffix == ".txt":
+        if path.suffix != ".safetensors":
             shutil.copy(path, folder)
     config = json.loads((SMOLLM2 / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": LAYERS}))
@@ -60,19 +65,44 @@ def started(model: Path) -> Iterator[dict[str, Engine]]:
 
 
 @pytest.fixture
-def results(
-    started: dict[str, Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Path]:
-    """Scripts measure with these engines, and write their CSVs here."""
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Scripts write their CSVs here."""
+    prov = common.provenance()
 
-    def run(console: Any, model: Any, keys: Any, limits: Any, cases: Any, repeats: int, *_: Any):
+    def save(console: Any, name: str, rows: Any) -> Path:
+        return common.write_csv(tmp_path / f"{name}.csv", rows, prov)
+
+    for module in (turns, bench_attention, bench_decode, bench_serving):
+        monkeypatch.setattr(module, "save", save)
+    return tmp_path
+
+
+@pytest.fixture
+def shared(started: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts measure with these engines."""
+
+    @contextmanager
+    def found(model: Any, keys: Any, *_: Any, **__: Any) -> Iterator[dict[str, Engine]]:
         # one level or two are settings of the same engine
-        chosen = {key: started[key if key in started else "relay"] for key in keys}
-        return engines.measure(chosen, cases, repeats, console)
+        yield {key: started[key if key in started else "relay"] for key in keys}
 
-    for script in (bench_throughput, bench_fewshot, bench_needles, bench_tree):
-        monkeypatch.setattr(script, "run", run)
-    yield tmp_path
+    for module in (turns, bench_decode):
+        monkeypatch.setattr(module, "engines", found)
+
+
+def read(results: Path, name: str) -> tuple[Path, list[dict[str, str]]]:
+    (path,) = (x for x in results.glob(f"{name}-*.csv") if x.stem[len(name) + 1].isdigit())
+    with path.open() as file:
+        return path, list(csv.DictReader(file))
+
+
+def assert_reported(results: Path, *paths: Path) -> str:
+    """The report shows these CSVs, and has a figure of each."""
+    assert plot.main(["--results", str(results), "--output", str(results)]) == 0
+    report = (results / "REPORT.md").read_text()
+    for path in paths:
+        assert path.name in report and path.with_suffix(".png").stat().st_size > 10_000
+    return report
 
 
 @pytest.mark.parametrize(
@@ -91,29 +121,67 @@ def results(
     ids=["throughput", "fewshot", "needles", "tree"],
 )
 def test_it_measures_every_system_and_the_report_shows_it(
-    script: Any, options: str, count: int, results: Path, monkeypatch: pytest.MonkeyPatch
+    script: Any, options: str, count: int, results: Path, shared: None
 ) -> None:
-    name = script.__name__.rpartition("bench_")[2]
-    prov = common.provenance()
-
-    def save(console: Any, name: str, rows: Any) -> Path:
-        return common.write_csv(results / f"{name}.csv", rows, prov)
-
-    monkeypatch.setattr(script, "save", save)
     assert script.main([*options.split(), "--save"]) == 0
-    (path,) = results.glob(f"{name}-*.csv")
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
+    path, rows = read(results, script.__name__.rpartition("bench_")[2])
     assert len(rows) == count
     assert all(float(row["seconds"]) > 0 and float(row["tokens"]) > 0 for row in rows)
     checked = [row for row in rows if SYSTEMS[row["system"]].attention]
     assert all(0 <= float(row["logprob_rms"]) < 0.1 for row in checked)
-    monkeypatch.setattr(
-        "sys.argv", ["plot.py", "--results", str(results), "--output", str(results)]
-    )
-    assert plot.main() == 0
-    report = (results / "REPORT.md").read_text()
-    assert path.name in report and path.with_suffix(".png").stat().st_size > 10_000
+    assert_reported(results, path)
+
+
+def test_decode_is_measured_and_the_report_names_what_gains_little(
+    results: Path, shared: None, model: Path
+) -> None:
+    options = "--shared 256 128 0 --also 1 256 8 --also 2 128 300 --own 8 --requests 4 --steps 4"
+    given = [*options.split(), "--repeats", "2", "--model", str(model), "--save"]
+    assert bench_decode.main(given) == 0
+    path, rows = read(results, "decode")
+    assert [(row["requests"], row["shared_tokens"], row["own_tokens"]) for row in rows] == [
+        *(("4", shared, "8") for shared in ("256", "128", "0")),
+        *(("1", "256", "8"), ("2", "128", "300")),
+    ]
+    for row in rows:
+        assert float(row["no_attention_tok_s"]) > 0 and float(row["ratio"]) > 0
+        assert 0 <= float(row["logprob_rms"]) < 0.1
+    report = assert_reported(results, path)
+    for kind in ("One request", "Short prefix", "Contexts longer than", "Nothing shared"):
+        assert f"### {kind}" in report
+
+
+def test_attention_is_measured_beside_the_theory(results: Path) -> None:
+    options = "--threads 1 --rounds 2 --heads 4 2 64 --steps 128 256 --save --contexts"
+    assert bench_attention.main([*options.split(), "32 x 64"]) == 0
+    path, rows = read(results, "attention")
+    steps = [row for row in rows if row["part"] == "step"]
+    assert [(row["prefix_tokens"], row["caches"]) for row in steps] == [
+        (prefix, caches) for prefix in ("128", "256") for caches in ("flushed", "warm")
+    ]
+    # (s + c + 2) / (s / b + c + 7) of 128 and 128 tokens, 32 requests
+    assert float(steps[0]["eq_10"]) == round((128 + 128 + 2) / (128 / 32 + 128 + 7), 3)
+    assert all(float(row["ms"]) > 0 and float(row["times_vllms_error"]) < 3 for row in rows)
+    assert_reported(results, path)
+    assert path.with_name(f"{path.stem}-theory.png").stat().st_size > 10_000
+
+
+def test_servers_are_measured_on_chats_and_on_the_clients_own_prompts(
+    results: Path, model: Path
+) -> None:
+    options = "--prefix-tokens 300 --requests 3 --tokens 4 --repeats 1 --save --systems stock relay"
+    for given in ("-system-kv --rates 20", " --dataset prefix_repetition --rates"):
+        assert bench_serving.main([*f"{options}{given}".split(), "--model", str(model)]) == 0
+    chats, rows = read(results, "serving")
+    others, more = read(results, "serving-prefix_repetition")
+    for row in rows + more:
+        assert float(row["tokens_per_s"]) > 0 and 0 <= float(row["logprob_rms"]) < 0.1
+        assert row["requests"] == "3" and float(row["normalized_s"]) > 0
+    assert [(row["rate"], row["system"]) for row in rows] == [
+        ("inf", "stock"), ("inf", "relay-system-kv"), ("20.0", "relay-system-kv"), ("20.0", "stock")
+    ]  # fmt: skip
+    assert "within 0.1 s per token: vLLM" in assert_reported(results, chats)
+    assert {row["system"] for row in more} == {"stock", "relay"} and others.is_file()
 
 
 def test_wrong_answers_give_no_speed(
@@ -121,16 +189,33 @@ def test_wrong_answers_give_no_speed(
 ) -> None:
     """An engine that skips attention, in the place of relay."""
 
-    def run(console: Any, model: Any, keys: Any, limits: Any, cases: Any, repeats: int, *_: Any):
-        wrong = {"stock": started["stock"], "relay": started["no-attention"]}
-        return engines.measure(wrong, cases, repeats, console)
+    @contextmanager
+    def found(*_: Any, **__: Any) -> Iterator[dict[str, Engine]]:
+        yield {"stock": started["stock"], "relay": started["no-attention"]}
 
-    monkeypatch.setattr(bench_throughput, "run", run)
+    monkeypatch.setattr(turns, "engines", found)
     options = "--prefix 64 --requests 2 --repeats 1 --save"
     assert bench_throughput.main(options.split()) == 1
     printed = capsys.readouterr().out
     assert "no speed is reported" in printed and "tokens/s" not in printed
     assert not list(results.glob("*.csv"))
+
+
+def test_the_report_says_how_far_two_runs_of_one_command_are_apart(tmp_path: Path) -> None:
+    prov = {**common.provenance(), "command": "python benchmarks/bench_tree.py"}
+    for times in (2.0, 2.2, 3.0):
+        ratio = {"times_as_fast_as_stock": times, "times_min": times - 0.2, "times_max": times}
+        of = {"examples_tokens": 8, "problem_tokens": 4, "problems": 2, "samples": 2}
+        measured = {"seconds": 1.0, "seconds_min": 1.0, "seconds_max": 1.0, "tok_s": 2.0}
+        row = {**of, "system": "relay-2-levels", **measured, **ratio, "logprob_rms": ""}
+        common.write_csv(tmp_path / "tree.csv", [row], prov)
+    report = assert_reported(tmp_path)
+    # 3.0 against 2.2: apart by more than either's rounds
+    assert "in 0 of 1 ratios to vLLM the ranges of the two runs overlap" in report
+    assert "36.4% apart" in report
+    third = max(tmp_path.glob("tree-*.csv"), key=lambda x: x.stem)
+    third.unlink()
+    assert "in 1 of 1 ratios" in assert_reported(tmp_path)
 
 
 def test_an_engine_forgets_its_prefix_cache_but_not_a_file(started: dict[str, Engine]) -> None:

@@ -172,10 +172,13 @@ class Probe:
         """Median time of a call with cold caches."""
         return statistics.median(self.rounds([call], repeats)[0])
 
-    def rounds(self, calls: Sequence[Callable[[], Any]], repeats: int) -> list[list[float]]:
+    def rounds(
+        self, calls: Sequence[Callable[[], Any]], repeats: int, *, cold: bool = True
+    ) -> list[list[float]]:
         """Times of each call, which take turns; forwards, then backwards.
 
-        First each runs once on every layer, which makes what relay copies.
+        First each runs once on every layer, which makes what relay copies. With ``cold`` the
+        caches hold nothing of what a call reads; else the same call has just read it.
         """
         for call in calls:
             for _ in self.layers:
@@ -184,7 +187,12 @@ class Probe:
         order = list(zip(calls, taken, strict=True))
         for _ in range(repeats):
             for call, times in order:
-                self._flush.sum()
+                if cold:
+                    self._flush.sum()
+                else:
+                    self.rewind()
+                    call()
+                    self.rewind()
                 begun = time.perf_counter()
                 call()
                 times.append(time.perf_counter() - begun)

@@ -218,6 +218,29 @@ def bench_serve(
     return measured
 
 
+def build(
+    model: Path | str,
+    output: Path,
+    options: list[str],
+    log: Path,
+    *,
+    env: dict[str, str] | None = None,
+    report: Callable[[str], None] = lambda doing: None,
+) -> None:
+    """Run `vllm-relay build`; ``output``: a file or a folder. Failing, it raises ProcessDied."""
+    command = beside_python("vllm-relay", "build", "--model", str(model), "-o", str(output))
+    child = Process([*command, *options], log, QUIET | (env or {}))
+    try:
+        while child.poll() is None:
+            said = re.findall(r"^vllm-relay: (.+)$", child.text(), re.MULTILINE)
+            report(said[-1] if said else "importing vLLM")
+            time.sleep(0.3)
+        if child.poll() != 0 or not output.exists():
+            raise child.died()
+    finally:
+        child.stop()
+
+
 def build_system_kv(
     model: Path | str,
     prompt: Path,
@@ -226,23 +249,11 @@ def build_system_kv(
     env: dict[str, str] | None = None,
     report: Callable[[str], None] = lambda doing: None,
 ) -> Path:
-    """Run `vllm-relay build` on the system message in the file `prompt`; returns the file made.
+    """Build the system KV of the system message in the file `prompt`; returns the file made.
 
-    It and the log lie beside `prompt`. A build that fails raises ProcessDied.
+    It and the log lie beside `prompt`.
     """
     made = prompt.with_suffix(".relay")
-    options = ["--model", str(model), "--system-prompt", str(prompt), "-o", str(made)]
     log = prompt.with_name("system-kv-build.log")
-    build = Process(
-        [*beside_python("vllm-relay", "build"), *options, *flags], log, QUIET | (env or {})
-    )
-    try:
-        while build.poll() is None:
-            said = re.findall(r"^vllm-relay: (.+)$", build.text(), re.MULTILINE)
-            report(said[-1] if said else "importing vLLM")
-            time.sleep(0.3)
-        if build.poll() != 0 or not made.is_file():
-            raise build.died()
-    finally:
-        build.stop()
+    build(model, made, ["--system-prompt", str(prompt), *flags], log, env=env, report=report)
     return made

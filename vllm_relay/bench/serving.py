@@ -10,7 +10,7 @@ import statistics
 import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,31 @@ class Load:
 
     Attributes:
         rate: requests per second, Poisson; `EVERYTHING_AT_ONCE` for all at the start.
-        prompts: rendered prompts, one per request. tokens: that each gets.
+        requests: how many. tokens: that each gets.
+        dataset: options of ``vllm bench serve`` that say what is asked. prompts: rendered, one per
+            request, in place of a dataset.
     """
 
     rate: float
-    prompts: Sequence[str]
+    requests: int
     tokens: int
+    dataset: dict[str, Any] = field(default_factory=dict)
+    prompts: Sequence[str] = ()
+
+    def options(self, folder: Path) -> dict[str, Any]:
+        """Of ``vllm bench serve``; prompts are written to a file in the folder."""
+        if not self.prompts:
+            return self.dataset
+        path = folder / "prompts.jsonl"
+        path.write_text("".join(json.dumps({"prompt": x}) + "\n" for x in self.prompts))
+        return {
+            "dataset-name": "custom",
+            "dataset-path": path,
+            "skip-chat-template": True,
+            "custom-output-len": self.tokens,
+            # the template has put them in
+            "extra-body": json.dumps({"add_special_tokens": False}),
+        }
 
 
 def render(tokenizer: Any, system: str, asked: Sequence[str]) -> list[str]:
@@ -66,22 +85,15 @@ def measure(
 
     ``normalized_s`` is the paper's: end-to-end latency over tokens generated, mean of requests.
     """
-    prompts = server.log.with_name(f"{server.log.stem}-prompts.jsonl")
-    prompts.write_text("".join(json.dumps({"prompt": x}) + "\n" for x in load.prompts))
     found = bench_serve(
         server,
         tokenizer,
         {
-            "dataset-name": "custom",
-            "dataset-path": prompts,
-            "skip-chat-template": True,
-            "custom-output-len": load.tokens,
-            "num-prompts": len(load.prompts),
+            **load.options(server.log.parent),
+            "num-prompts": load.requests,
             "request-rate": load.rate,
             "seed": seed,
             "temperature": 0,
-            # the template has put them in
-            "extra-body": json.dumps({"add_special_tokens": False}),
             "percentile-metrics": "ttft,tpot,itl,e2el",
             "metric-percentiles": "50,99",
             "save-detailed": True,
@@ -154,6 +166,7 @@ def compare(
     repeats: int,
     folder: Path,
     *,
+    checked: Sequence[str],
     files: Sequence[Path] = (),
     env: dict[str, str] | None = None,
     report: Report = lambda doing: None,
@@ -162,7 +175,8 @@ def compare(
 
     Args:
         keys: of `SYSTEMS`. flags: of every server. loads: each makes the requests of a round, the
-            same for all systems. files: system KVs. folder: for logs.
+            same for all systems. checked: prompts that all have to answer alike. files: system
+            KVs. folder: for logs.
 
     Returns:
         A row per load, round and system.
@@ -188,7 +202,7 @@ def compare(
                     report=starting,
                 )
             )
-        distances = check(servers, loads[0](0).prompts[:CHECKED], report)
+        distances = check(servers, checked[:CHECKED], report)
         for number in range(1, repeats + 1):
             for index, make in enumerate(loads):
                 load = make(number)
@@ -202,9 +216,11 @@ def compare(
                     def running(doing: str, where: str = where) -> None:
                         report(f"{where}: {doing}")
 
-                    found = measure(servers[key], model, load, number, running)
+                    # No two loads alike: what was asked before lies in the prefix caches.
+                    seed = number * len(loads) + index
+                    found = measure(servers[key], model, load, seed, running)
                     row = {"rate": load.rate, "round": number, "system": key}
-                    row |= {"requests": len(load.prompts), "tokens": load.tokens}
+                    row |= {"requests": load.requests, "tokens": load.tokens}
                     row |= {name: round(value, 5) for name, value in found.items()}
                     rows.append(row | {"logprob_rms": round(distances[key], 5)})
     return rows
@@ -229,15 +245,3 @@ def check(servers: dict[str, Server], prompts: Sequence[str], report: Report) ->
                 f"log-probabilities differ by {value:.3f} (rms); no speed is reported"
             )
     return found
-
-
-def sustained(rows: Sequence[dict[str, Any]], key: str, bound: float) -> float | None:
-    """The highest rate (requests per second) of a sweep at which the median round's mean
-    normalized latency stays within the bound (seconds per token); None where no rate does."""
-    held = None
-    rates = sorted({row["rate"] for row in rows if not math.isinf(row["rate"])})
-    for rate in rates:
-        of = [x["normalized_s"] for x in rows if (x["system"], x["rate"]) == (key, rate)]
-        if of and statistics.median(of) <= bound:
-            held = rate
-    return held

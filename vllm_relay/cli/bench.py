@@ -2,7 +2,6 @@
 
 import math
 import re
-import statistics
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -12,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from vllm_relay.cli.console import PLAIN, JsonFlag, err, one_line_errors, out
-from vllm_relay.cli.engine import ESCAPE
+from vllm_relay.cli.engine import ESCAPE, without_server_options
 
 if TYPE_CHECKING:
     from vllm_relay.bench.serving import Load
@@ -69,7 +67,7 @@ def bench(
     serve with. All servers are up at once: each needs its share of the memory (on a GPU
     --gpu-memory-utilization).
     """
-    from vllm_relay.bench import serving
+    from vllm_relay.bench import gains, serving
     from vllm_relay.bench.processes import build_system_kv
     from vllm_relay.bench.systems import FOUR, SYSTEMS
 
@@ -96,26 +94,31 @@ def bench(
         if system_kv:
             text = folder / "prompt.txt"
             text.write_text(prompt, encoding="utf-8")
-            files = [build_system_kv(model, text, flags, report=report)]
+            mine = without_server_options("bench", flags)
+            files = [build_system_kv(model, text, mine, report=report)]
         prompts = serving.render(tokenizer, prompt, asked)
 
         def load(at: float) -> Any:
             def make(number: int) -> "Load":
                 begin = number * requests
-                return serving.Load(at, prompts[begin : begin + requests], tokens)
+                mine = prompts[begin : begin + requests]
+                return serving.Load(at, requests, tokens, prompts=mine)
 
             return make
 
         loads = [load(x) for x in rate or [serving.EVERYTHING_AT_ONCE]]
         rows = serving.compare(
-            model, keys, flags, loads, repeats, folder, files=files, report=report
-        )
-    gains = summary(rows, bound)
+            model, keys, flags, loads, repeats, folder,
+            checked=prompts, files=files, report=report,
+        )  # fmt: skip
     if as_json:
         # JSON has no infinity: a rate of null is everything at once
-        out.print_json(data={"gains": _finite(gains), "rows": _finite(rows)})
+        data: dict[str, Any] = {"gains": _finite(gains.summary(rows)), "rows": _finite(rows)}
+        if bound is not None:
+            data["sustained"] = gains.sustained(rows, bound)
+        out.print_json(data=data)
         return
-    _show(gains, bound)
+    gains.show(Console(**PLAIN), "Serving with and without relay (medians of rounds)", rows, bound)
 
 
 def _finite(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -164,62 +167,3 @@ def _reporter(console: Console, stack: ExitStack) -> Any:
             err.print(f"vllm-relay: {doing}")
 
     return report
-
-
-def summary(rows: Sequence[dict[str, Any]], bound: float | None = None) -> list[dict[str, Any]]:
-    """Per rate and system: medians over rounds, and times vLLM's in the same round."""
-    from vllm_relay.bench.serving import sustained
-    from vllm_relay.bench.systems import REFERENCE, SYSTEMS
-
-    gains = []
-    for at in dict.fromkeys(row["rate"] for row in rows):
-        of_rate = [row for row in rows if row["rate"] == at]
-        for key in (key for key in SYSTEMS if any(row["system"] == key for row in of_rate)):
-            mine = sorted(
-                (row for row in of_rate if row["system"] == key), key=lambda row: row["round"]
-            )
-            theirs = {row["round"]: row for row in of_rate if row["system"] == REFERENCE}
-            gain: dict[str, Any] = {"rate": at, "system": key, "rounds": len(mine)}
-            for name in ("tokens_per_s", "requests_per_s", "normalized_s", "ttft_p50_s"):
-                gain[name] = statistics.median(row[name] for row in mine)
-            gain["tpot_p50_s"] = statistics.median(row["tpot_p50_s"] for row in mine)
-            times = [x["tokens_per_s"] / theirs[x["round"]]["tokens_per_s"] for x in mine]
-            faster = [theirs[x["round"]]["normalized_s"] / x["normalized_s"] for x in mine]
-            gain["times_throughput"] = round(statistics.median(times), 4)
-            gain["times_latency"] = round(statistics.median(faster), 4)
-            gain["times_latency_min"] = round(min(faster), 4)
-            gain["times_latency_max"] = round(max(faster), 4)
-            if bound is not None:
-                gain["sustained_rate"] = sustained(rows, key, bound)
-            gains.append(gain)
-    return gains
-
-
-def _show(gains: Sequence[dict[str, Any]], bound: float | None) -> None:
-    from vllm_relay.bench.systems import SYSTEMS
-
-    table = Table(title="Serving with and without relay (medians of rounds)")
-    for heading in ("requests/s", "system", "tokens/s", "TTFT", "TPOT", "s/token", "times vLLM"):
-        table.add_column(heading, justify="left" if heading == "system" else "right")
-    last = None
-    for gain in gains:
-        if last not in (None, gain["rate"]):
-            table.add_section()
-        shown = "all at once" if math.isinf(gain["rate"]) else f"{gain['rate']:g}"
-        table.add_row(
-            "" if gain["rate"] == last else shown,
-            SYSTEMS[gain["system"]].label,
-            f"{gain['tokens_per_s']:,.0f}",
-            f"{gain['ttft_p50_s']:.3f} s",
-            f"{1e3 * gain['tpot_p50_s']:.1f} ms",
-            f"{gain['normalized_s']:.4f}",
-            f"{gain['times_latency']:.2f}",
-        )
-        last = gain["rate"]
-    Console().print(table)
-    out.print("times vLLM: end-to-end latency per token, vLLM's over the system's, same round")
-    if bound is not None:
-        for key in dict.fromkeys(gain["system"] for gain in gains):
-            rate = next(gain["sustained_rate"] for gain in gains if gain["system"] == key)
-            held = "none of the rates" if rate is None else f"{rate:g} requests/s"
-            out.print(f"within {bound:g} s per token: {SYSTEMS[key].label}: {held}")

@@ -1,0 +1,88 @@
+"""Figures of `bench_attention.py`'s CSVs."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figures import axes_of, finish, spread
+
+
+def theory(rows: list[dict[str, Any]], path: Path) -> None:
+    """Measured and predicted speed-up of attention, and what the authors measured."""
+    row = rows[0]
+    shape = f"{row['query_heads']}/{row['kv_heads']} heads of {row['head_size']}"
+    figure, axes = axes_of(
+        f"Attention of {row['requests']} requests, {row['context_tokens']} tokens of context each",
+        "tokens of the prefix",
+        "times as fast as paged attention (median; least to most)",
+    )
+    axes.plot(
+        [x["prefix_tokens"] for x in rows if x["caches"] == row["caches"]],
+        [x["eq_10"] for x in rows if x["caches"] == row["caches"]],
+        color="black", linestyle=":", label="eq. 10: reads of memory alone",
+    )  # fmt: skip
+    with (Path(__file__).parent / "published.csv").open(newline="") as file:
+        theirs = [
+            x for x in csv.DictReader(file)
+            if x["of"] == "attention of one layer"
+            and int(x["prefix_tokens"]) <= max(y["prefix_tokens"] for y in rows)
+        ]  # fmt: skip
+    axes.plot(
+        [int(x["prefix_tokens"]) for x in theirs],
+        [float(x["vllm"]) / float(x["shared_attention"]) for x in theirs],
+        color="0.55", marker="s", label=f"the authors' measurement, {theirs[0]['hardware']}",
+    )  # fmt: skip
+    for caches in dict.fromkeys(x["caches"] for x in rows):
+        mine = [x for x in rows if x["caches"] == caches]
+        axes.errorbar(
+            [x["prefix_tokens"] for x in mine],
+            [x["times_as_fast_as_vllm"] for x in mine],
+            spread(mine, "times_as_fast_as_vllm", "times_min", "times_max"),
+            marker="o", capsize=3, label=f"ours, caches {caches}, {shape}, {row['threads']} thread",
+        )  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:,.6g}")
+    axes.axhline(1, color="0.8", linewidth=0.8, zorder=0)
+    finish(figure, axes, path, from_zero=False)
+
+
+def kernels(rows: list[dict[str, Any]], path: Path) -> None:
+    """The prefix against the matrix product, contexts against reading, on the fewest threads."""
+    rows = [row for row in rows if row["part"] != "step"]
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    least = min(row["threads"] for row in rows)
+    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for axes, part, unit, ceiling, of in (
+        (panels[0], "prefix", "gflop_s", "gemm_gflop_s", "GFLOP/s"),
+        (panels[1], "contexts", "gb_s", "read_gb_s", "GB/s"),
+    ):
+        of_part = [row for row in rows if row["part"] == part and row["threads"] == least]
+        case = of_part[0]["case"]
+        shown = [row for row in of_part if row["case"] == case]
+        ways = list(dict.fromkeys(row["way"] for row in shown))
+        shapes = list(
+            dict.fromkeys((r["query_heads"], r["kv_heads"], r["head_size"]) for r in shown)
+        )
+        width = 0.8 / len(ways)
+        for index, way in enumerate(ways):
+            values = [row[unit] for row in shown if row["way"] == way]
+            places = [i + (index - (len(ways) - 1) / 2) * width for i in range(len(values))]
+            axes.bar(places, values, width, label=way)
+        most = [next(r[ceiling] for r in shown if r["query_heads"] == s[0]) for s in shapes]
+        for i, value in enumerate(most):
+            axes.plot(
+                [i - 0.45, i + 0.45], [value] * 2, color="black", linewidth=1,
+                label=("matrix product" if part == "prefix" else "reading") if not i else None,
+            )  # fmt: skip
+        axes.set_xticks(range(len(shapes)), [f"{a}/{b} heads of {c}" for a, b, c in shapes])
+        axes.set_title(f"{part.capitalize()}, {case} tokens, {of}", fontsize="medium")
+        axes.set_ylim(0, 1.45 * max(most))
+        axes.legend(frameon=False, fontsize="small", ncols=2)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)

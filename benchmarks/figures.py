@@ -1,0 +1,95 @@
+"""How the report's figures look: systems keep their colours, and every point has its spread."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_relay.bench.systems import SYSTEMS
+
+Row = dict[str, Any]
+WIDTH, HEIGHT = 7.0, 4.2
+COLOURS = dict(zip(SYSTEMS, ("0.55", "C0", "C1", "C3", "black", "C1", "C2"), strict=True))
+
+
+def label(key: str) -> str:
+    return SYSTEMS[key].label
+
+
+def axes_of(title: str, x: str, y: str) -> tuple[Any, Any]:
+    """A figure with one panel."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(WIDTH, HEIGHT), layout="constrained")
+    axes.set_title(title, fontsize="medium")
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def finish(figure: Any, axes: Any, path: Path, *, from_zero: bool = True) -> None:
+    from matplotlib import pyplot
+
+    if from_zero:
+        axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize="small")
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def by_system(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["system"], []).append(row)
+    return found
+
+
+def spread(rows: Sequence[Row], middle: str, least: str, most: str) -> list[list[float]]:
+    """Error bars, downwards and upwards, from three columns."""
+    return [
+        [max(0.0, row[middle] - row[least]) for row in rows],
+        [max(0.0, row[most] - row[middle]) for row in rows],
+    ]
+
+
+def lines(rows: Sequence[Row], x: str, path: Path, title: str, x_label: str) -> None:
+    """Seconds of each system against a column, with the least and the most of the rounds."""
+    figure, axes = axes_of(title, x_label, "seconds for all (median; least to most)")
+    for key, mine in by_system(rows).items():
+        axes.errorbar(
+            [row[x] for row in mine],
+            [row["seconds"] for row in mine],
+            spread(mine, "seconds", "seconds_min", "seconds_max"),
+            marker="o",
+            capsize=3,
+            label=label(key),
+            color=COLOURS[key],
+            linestyle="-" if SYSTEMS[key].attention else ":",
+        )
+    finish(figure, axes, path)
+
+
+def bars(rows: Sequence[Row], x: str, path: Path, title: str, x_label: str) -> None:
+    """Times vLLM of each system, in groups by a column."""
+    figure, axes = axes_of(title, x_label, "times as fast as vLLM (median; least to most)")
+    groups = list(dict.fromkeys(row[x] for row in rows))
+    of = by_system(rows)
+    width = 0.8 / len(of)
+    for index, (key, mine) in enumerate(of.items()):
+        axes.bar(
+            [groups.index(row[x]) + (index - (len(of) - 1) / 2) * width for row in mine],
+            [row["times_as_fast_as_stock"] for row in mine],
+            width,
+            yerr=spread(mine, "times_as_fast_as_stock", "times_min", "times_max"),
+            capsize=2,
+            label=label(key),
+            color=COLOURS[key],
+        )
+    axes.set_xticks(
+        range(len(groups)), [f"{group:,}" if isinstance(group, int) else group for group in groups]
+    )
+    axes.axhline(1, color="0.8", linewidth=0.8, zorder=0)
+    finish(figure, axes, path)
