@@ -4,7 +4,7 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import axes_of, finish, spread
+from benchmarks.figures import axes_of, close, finish, panels_of, spread
 
 
 def theory(rows: list[dict[str, Any]], path: Path) -> None:
@@ -50,19 +50,17 @@ def theory(rows: list[dict[str, Any]], path: Path) -> None:
 
 def kernels(rows: list[dict[str, Any]], path: Path) -> None:
     """The prefix against the matrix product, contexts against reading, on the fewest threads."""
-    rows = [row for row in rows if row["part"] != "step"]
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     least = min(row["threads"] for row in rows)
-    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for axes, part, unit, ceiling, of in (
-        (panels[0], "prefix", "gflop_s", "gemm_gflop_s", "GFLOP/s"),
-        (panels[1], "contexts", "gb_s", "read_gb_s", "GB/s"),
-    ):
-        of_part = [row for row in rows if row["part"] == part and row["threads"] == least]
+    parts = [
+        (unit, ceiling, name, of)
+        for part, unit, ceiling, name in (
+            ("prefix", "gflop_s", "gemm_gflop_s", "GFLOP/s"),
+            ("contexts", "gb_s", "read_gb_s", "GB/s"),
+        )
+        if (of := [row for row in rows if row["part"] == part and row["threads"] == least])
+    ]
+    figure, panels = panels_of(len(parts))
+    for axes, (unit, ceiling, name, of_part) in zip(panels, parts, strict=True):
         case = of_part[0]["case"]
         shown = [row for row in of_part if row["case"] == case]
         ways = list(dict.fromkeys(row["way"] for row in shown))
@@ -71,18 +69,24 @@ def kernels(rows: list[dict[str, Any]], path: Path) -> None:
         )
         width = 0.8 / len(ways)
         for index, way in enumerate(ways):
-            values = [row[unit] for row in shown if row["way"] == way]
-            places = [i + (index - (len(ways) - 1) / 2) * width for i in range(len(values))]
-            axes.bar(places, values, width, label=way)
+            mine = [row for row in shown if row["way"] == way]
+            places = [i + (index - (len(ways) - 1) / 2) * width for i in range(len(mine))]
+            # a rate is a constant over the time
+            bounds = [
+                [max(0.0, r[unit] * (1 - r["ms"] / r["ms_max"])) for r in mine],
+                [max(0.0, r[unit] * (r["ms"] / r["ms_min"] - 1)) for r in mine],
+            ]
+            axes.bar(places, [r[unit] for r in mine], width, yerr=bounds, capsize=2, label=way)
         most = [next(r[ceiling] for r in shown if r["query_heads"] == s[0]) for s in shapes]
         for i, value in enumerate(most):
             axes.plot(
                 [i - 0.45, i + 0.45], [value] * 2, color="black", linewidth=1,
-                label=("matrix product" if part == "prefix" else "reading") if not i else None,
+                label=("matrix product" if unit == "gflop_s" else "reading") if not i else None,
             )  # fmt: skip
         axes.set_xticks(range(len(shapes)), [f"{a}/{b} heads of {c}" for a, b, c in shapes])
-        axes.set_title(f"{part.capitalize()}, {case} tokens, {of}", fontsize="medium")
+        axes.set_title(f"{of_part[0]['part'].capitalize()}, {case} tokens", fontsize="medium")
+        axes.set_ylabel(f"{name} (median; least to most)")
         axes.set_ylim(0, 1.45 * max(most))
         axes.legend(frameon=False, fontsize="small", ncols=2)
-        axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
+    close(figure)

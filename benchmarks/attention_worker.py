@@ -108,7 +108,12 @@ def _measured(
     errors = _errors(ways, probe, exact)
     times = probe.rounds(list(ways.values()), rounds)
     return {
-        name: {"seconds": statistics.median(taken), "rms_error": errors[name]}
+        name: {
+            "seconds": statistics.median(taken),
+            "least": min(taken),
+            "most": max(taken),
+            "rms_error": errors[name],
+        }
         for name, taken in zip(ways, times, strict=True)
     }
 

@@ -17,6 +17,8 @@ import random
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.attention_figures import kernels
 from benchmarks.ceilings import theoretical_speed_up
-from benchmarks.common import OFFLINE, ROOT
+from benchmarks.engines import KV_BLOCK, Limits, engine_environment
 from benchmarks.random_model import write_random_model
 from benchmarks.turns import make_console, save
 
@@ -78,6 +79,8 @@ def rows_of(
                 "head_size": size,
                 "threads": ceiling["threads"],
                 "ms": round(1e3 * seconds, 4),
+                "ms_min": round(1e3 * found["least"], 4),
+                "ms_max": round(1e3 * found["most"], 4),
                 "gflop_s": round(operations / seconds / 1e9, 1),
                 "gb_s": round(read / seconds / 1e9, 2),
                 "times_as_fast_as_vllm": round(stock / seconds, 3),
@@ -94,7 +97,7 @@ def rows_of(
 
 
 def step_rows(
-    prefix: int, heads: tuple[int, int, int], measured: Any, ceiling: Any
+    prefix: int, heads: tuple[int, int, int], threads: int, measured: Any
 ) -> list[dict[str, Any]]:
     """Of vLLM's attention and relay's on a whole step: a row for flushed caches, one for warm."""
     requests, context = STEP
@@ -110,7 +113,7 @@ def step_rows(
                 "query_heads": heads[0],
                 "kv_heads": heads[1],
                 "head_size": heads[2],
-                "threads": ceiling["threads"],
+                "threads": threads,
                 "requests": requests,
                 "prefix_tokens": prefix,
                 "context_tokens": context,
@@ -124,18 +127,18 @@ def step_rows(
                 "times_vllms_error": round(
                     measured["rms_error"]["relay"] / measured["rms_error"]["vLLM"], 3
                 ),
-                "instructions": ceiling["instructions"],
             }
         )
     return rows
 
 
-def start(heads: tuple[int, int, int]) -> Any:
-    """An engine with a model of these heads."""
+@contextmanager
+def engine(heads: tuple[int, int, int]) -> Iterator[Any]:
+    """One with a model of these heads."""
     from vllm import LLM
 
     with tempfile.TemporaryDirectory() as folder:
-        return LLM(
+        llm = LLM(
             str(write_random_model(Path(folder), *heads)),
             attention_backend="relay",
             worker_extension_cls="benchmarks.attention_worker.AttentionWorker",
@@ -146,6 +149,36 @@ def start(heads: tuple[int, int, int]) -> Any:
             max_model_len=PREFIX,
             additional_config={"relay": {"min_saved_tokens": 0}},
         )
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def measure(
+    llm: Any,
+    heads: tuple[int, int, int],
+    threads: int,
+    cases: Sequence[tuple[str, str]],
+    steps: Sequence[int],
+    rounds: int,
+    console: Console,
+) -> list[dict[str, Any]]:
+    """Rows of the kernels' cases and of whole steps with these prefixes."""
+    rows = []
+    title = f"{heads[0]}/{heads[1]} heads of {heads[2]}, {threads} threads"
+    for part, name in track(cases, title, console=console, transient=True):
+        before = llm.collective_rpc("measure_ceilings")[0]
+        given = (32, PREFIX) if part == "prefix" else CONTEXTS[name]
+        measured = llm.collective_rpc(f"measure_{part}", args=(*given, rounds))[0]
+        after = llm.collective_rpc("measure_ceilings")[0]
+        # A machine that is shared is held up at times: a ceiling is the better of the two.
+        ceiling = before | {x: max(before[x], after[x]) for x in ("gemm_gflop_s", "read_gb_s")}
+        rows += rows_of(part, name, heads, measured, ceiling)
+    for prefix in track(steps, "whole steps", console=console, transient=True):
+        measured = llm.collective_rpc("measure_speed_up", args=(STEP[0], prefix, STEP[1], rounds))
+        rows += step_rows(prefix, heads, threads, measured[0])
+    return rows
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -169,38 +202,23 @@ def main(argv: list[str] | None = None) -> int:
     cores = sorted(os.sched_getaffinity(0))[: max(args.threads)]
     if len(cores) < max(args.threads):
         parser.error(f"--threads: this machine has {len(cores)} cores")
-    # The worker imports this folder's modules by name.
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ.update(OFFLINE | {"PYTHONPATH": os.pathsep.join(paths)})
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if bad := [x for x in args.steps if x < KV_BLOCK or x % KV_BLOCK]:
+        parser.error(f"--steps: {bad[0]} is no multiple of {KV_BLOCK}, the tokens of a KV block")
     rows: list[dict[str, Any]] = []
-    for heads, threads in itertools.product(shapes, args.threads):
-        # An engine's threads are what it was started with.
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores[:threads]))
-        title = f"{heads[0]}/{heads[1]} heads of {heads[2]}, {threads} threads"
-        llm = start(heads)
-        for part, name in track(cases, title, console=console, transient=True):
-            before = llm.collective_rpc("measure_ceilings")[0]
-            given = (32, PREFIX) if part == "prefix" else CONTEXTS[name]
-            measured = llm.collective_rpc(f"measure_{part}", args=(*given, args.rounds))[0]
-            after = llm.collective_rpc("measure_ceilings")[0]
-            # A machine that is shared is held up at times: a ceiling is the better of the two.
-            ceiling = before | {x: max(before[x], after[x]) for x in ("gemm_gflop_s", "read_gb_s")}
-            rows += rows_of(part, name, heads, measured, ceiling)
-        if heads == shapes[0] and threads == min(args.threads):
-            for prefix in track(args.steps, "whole steps", console=console, transient=True):
-                given = (STEP[0], prefix, STEP[1], args.rounds)
-                found = llm.collective_rpc("measure_speed_up", args=given)[0]
-                rows += step_rows(prefix, heads, found, ceiling)
-        del llm
+    with engine_environment(Limits(PREFIX, STEP[0])):
+        for heads, threads in itertools.product(shapes, args.threads):
+            # An engine's threads are what it was started with.
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores[:threads]))
+            steps = args.steps if (heads, threads) == (shapes[0], min(args.threads)) else []
+            with engine(heads) as llm:
+                rows += measure(llm, heads, threads, cases, steps, args.rounds, console)
     wrong = [row for row in rows if not float(row["times_vllms_error"]) <= WRONG]
     if wrong:
         console.print(f"[red]outputs differ, no speed is reported:[/] {wrong[:3]}")
         return 1
     show(console, rows)
     if args.save:
-        kernels(rows, save(console, "attention", rows).with_suffix(".png"))
+        save(console, "attention", rows)
     return 0
 
 

@@ -36,19 +36,6 @@ from benchmarks.turns import Case, Measured, Round, compare, make_console, save
 KEYS = ("stock", "relay", "no-attention")
 
 
-def ceiling_gflop_s() -> float:
-    """The rate of a bf16 matrix product on one thread, as the engine's worker has."""
-    import torch
-
-    from benchmarks.ceilings import gemm_rate
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    rate = gemm_rate()
-    torch.set_num_threads(before)
-    return rate / 1e9
-
-
 def make_case(requests: int, shared: int, own: int, steps: int) -> Case:
     """Requests under one prefix. They come again in every round: what is timed is decoding."""
     rng = np.random.default_rng(shared)
@@ -62,11 +49,13 @@ def make_case(requests: int, shared: int, own: int, steps: int) -> Case:
     return Case(columns, make_round)
 
 
-def row_of(measured: Measured, case: Case, args: argparse.Namespace) -> dict[str, Any]:
+def row_of(
+    measured: Measured, case: Case, gemm_rate: float, args: argparse.Namespace
+) -> dict[str, Any]:
     rates = measured.decode_tok_s
     ratios = [r / s for r, s in zip(rates["relay"], rates["stock"], strict=True)]
     stock, relay, ceiling = (statistics.median(rates[key]) for key in KEYS)
-    gemm = ceiling_gflop_s()
+    gemm = gemm_rate / 1e9
     requests = case.columns["requests"]
     attended = requests * case.columns["shared_tokens"]
     operations = 4 * args.layers * args.heads[0] * args.heads[2] * attended
@@ -99,7 +88,8 @@ def row_of(measured: Measured, case: Case, args: argparse.Namespace) -> dict[str
         "ratio_max": round(max(ratios), 4),
         "steps_relayed": counted["steps_relayed"],
         "kv_gib_not_read": round(counted["kv_bytes_not_read"] / 2**30, 2),
-        "logprob_rms": round(measured.distances["relay"], 5),
+        "logprob_rms": round(measured.distances["relay"].rms, 5),
+        "logprob_worst": round(measured.distances["relay"].worst, 5),
     }
 
 
@@ -132,54 +122,6 @@ def show(console: Console, rows: list[dict[str, Any]]) -> None:
             f"{r['logprob_rms']:.4f}",
         )
     console.print(table)
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """A decode step by the length of the prefix, and the least that its arithmetic adds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    usual = (rows[0]["requests"], rows[0]["own_tokens"])
-    rows = [row for row in rows if (row["requests"], row["own_tokens"]) == usual]
-    rows.sort(key=lambda row: row["shared_tokens"])
-    lengths = [row["shared_tokens"] for row in rows]
-    least = [
-        rows[0]["relay_step_ms"] + row["prefix_ms_at_gemm_rate"] - rows[0]["prefix_ms_at_gemm_rate"]
-        for row in rows
-    ]
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    for key, label in (("stock", "vLLM's own"), ("relay", "relay")):
-        middle = [r[f"{key}_step_ms"] for r in rows]
-        spread = None
-        if f"{key}_step_ms_min" in rows[0]:
-            spread = [
-                [r[f"{key}_step_ms"] - r[f"{key}_step_ms_min"] for r in rows],
-                [r[f"{key}_step_ms_max"] - r[f"{key}_step_ms"] for r in rows],
-            ]
-        axes.errorbar(lengths, middle, spread, marker="o", capsize=3, label=label)
-    if "no_attention_step_ms" in rows[0]:
-        axes.plot(
-            lengths, [r["no_attention_step_ms"] for r in rows], color="0.6", linestyle="--",
-            label="no attention at all",
-        )  # fmt: skip
-    axes.plot(
-        lengths, least, color="black", linestyle=":",
-        label="the shortest step, and the prefix's arithmetic\nat the rate of a matrix product",
-    )  # fmt: skip
-    axes.set_xlabel("tokens of the shared prefix")
-    axes.set_ylabel("milliseconds per decode step (median; least to most)")
-    axes.set_ylim(bottom=0)
-    row = rows[0]
-    axes.set_title(
-        f"{row['requests']} requests with {row['own_tokens']} tokens each, {row['layers']} layers, "
-        f"{row['query_heads']}/{row['kv_heads']} heads of {row['head_size']}",
-        fontsize="medium",
-    )
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -246,15 +188,14 @@ def main(argv: list[str] | None = None) -> int:
         for case in (make_case(*numbers, args.steps) for numbers in given):
             with step(console, case.title) as report:
                 measured = compare(started, case, args.repeats, report)
+                gemm_rate = started["relay"].gemm_rate()
             if measured.wrong():
-                console.print(f"[red]answers differ, no speed is reported:[/] {measured.distances}")
+                console.print(f"[red]no speed is reported:[/] {measured.distances['relay']}")
                 return 1
-            rows.append(row_of(measured, case, args))
+            rows.append(row_of(measured, case, gemm_rate, args))
     show(console, rows)
     if args.save:
-        path = save(console, "decode", rows)
-        if len(args.shared) > 2:
-            plot(rows, path.with_suffix(".png"))
+        save(console, "decode", rows)
     return 0
 
 

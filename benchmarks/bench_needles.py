@@ -70,7 +70,7 @@ def make_cases(tokenizer: Any, args: argparse.Namespace) -> tuple[list[int], lis
             return prompts, [args.steps] * count
 
         def right(answers: list[Answer]) -> int:
-            texts = [tokenizer.decode([token for token, _ in answer]) for answer in answers]
+            texts = [tokenizer.decode([token for token, *_ in answer]) for answer in answers]
             return sum(word in text.lower() for text, (_, word) in zip(texts, asked, strict=True))
 
         return Case({"document_tokens": args.document, "questions": count}, make_round, right=right)

@@ -11,6 +11,9 @@ prefixes) or ``random`` (one). No KV file holds their prefixes, which nobody kno
 """
 
 import argparse
+import math
+import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -28,23 +31,32 @@ from vllm_relay.bench import gains, serving
 from vllm_relay.bench.processes import build_system_kv
 from vllm_relay.bench.systems import FOUR, REFERENCE, SYSTEMS
 
-ENV = {"VLLM_CPU_KVCACHE_SPACE": "2"}
+KV_GIB = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2")
+ENV = {"VLLM_CPU_KVCACHE_SPACE": KV_GIB}
 # Tokens of each request after the prefix, of the client's own datasets.
 OWN = 64
 
 
 def chats(system: str, tokenizer: Any, args: argparse.Namespace, rate: float) -> Any:
     """Makes the chats of a round at this rate: what they share is the system prompt."""
-    topics = questions(min(args.requests, 96))
+    count = requests_at(rate, args)
 
     def make(number: int) -> serving.Load:
-        asked = [
-            f"{topics[i % len(topics)]} ({number}, {rate:g}, {i})" for i in range(args.requests)
-        ]
-        prompts = serving.render(tokenizer, system, asked)
-        return serving.Load(rate, args.requests, args.tokens, prompts=prompts)
+        prompts = serving.render(tokenizer, system, asked(count, f"{number}, {rate:g}"))
+        return serving.Load(rate, count, args.tokens, prompts=prompts)
 
     return make
+
+
+def asked(count: int, mark: str) -> list[str]:
+    """Different questions, which differ from those with another mark."""
+    topics = questions(min(count, 96))
+    return [f"{topics[i % len(topics)]} ({mark}, {i})" for i in range(count)]
+
+
+def requests_at(rate: float, args: argparse.Namespace) -> int:
+    """Requests that keep a rate up for a while; all at once as many as are to be served at once."""
+    return args.requests if math.isinf(rate) else max(2, math.ceil(rate * args.seconds))
 
 
 def dataset_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -65,15 +77,14 @@ def dataset_of(args: argparse.Namespace) -> dict[str, Any]:
 def loads_of(
     system: str, tokenizer: Any, args: argparse.Namespace
 ) -> list[Callable[[int], serving.Load]]:
-    rates = [serving.EVERYTHING_AT_ONCE, *args.rates]
     if args.dataset == "chat":
-        return [chats(system, tokenizer, args, rate) for rate in rates]
+        return [chats(system, tokenizer, args, rate) for rate in args.rates]
     dataset = dataset_of(args)
 
     def same(rate: float) -> Callable[[int], serving.Load]:
-        return lambda number: serving.Load(rate, args.requests, args.tokens, dataset)
+        return lambda number: serving.Load(rate, requests_at(rate, args), args.tokens, dataset)
 
-    return [same(rate) for rate in rates]
+    return [same(rate) for rate in args.rates]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -86,11 +97,13 @@ def main(argv: list[str] | None = None) -> int:
         "--prefix-tokens", type=int, default=4000, help="of the system prompt or the prefixes"
     )
     parser.add_argument("--prefixes", type=int, default=1, help="of prefix_repetition")
-    parser.add_argument("--requests", type=int, default=32, help="of each measurement")
+    parser.add_argument("--requests", type=int, default=32, help="served at once, at most")
     parser.add_argument("--tokens", type=int, default=48, help="that each request gets")
     parser.add_argument(
-        "--rates", type=float, nargs="*", default=[0.5, 1.0, 2.0, 4.0], help="requests per second"
-    )
+        "--rates", type=float, nargs="+", default=[math.inf, 0.5, 1.0, 2.0, 4.0],
+        help="requests per second; inf: all at once",
+    )  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=30, help="that a rate is kept up")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(FOUR))
     parser.add_argument(
@@ -102,9 +115,18 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--systems: {REFERENCE} is what the others are compared with")
     if not all(SYSTEMS[key].attention for key in args.systems):
         parser.error("--systems: a server that skips attention answers nothing")
+    if not all(rate > 0 for rate in args.rates):
+        parser.error("--rates: each must be more than 0")
+    # A plain SIGTERM would end Python without the clean-up that stops the servers.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = make_console()
     model = args.model or model_path()
-    system = licence_prompt(Tokenizer.from_file(str(model / "tokenizer.json")), args.prefix_tokens)
+    try:
+        system = licence_prompt(
+            Tokenizer.from_file(str(model / "tokenizer.json")), args.prefix_tokens
+        )
+    except ValueError as error:
+        parser.error(f"--prefix-tokens: {error}")
     keys = [x for x in args.systems if args.dataset == "chat" or not SYSTEMS[x].system_kv]
     # The client's own prompts do not have exactly the lengths that they are to have.
     flags = ["--enforce-eager", "--max-model-len", str(args.prefix_tokens + 1024)]
@@ -112,8 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    asked = [f"{topic} (check)" for topic in questions(serving.CHECKED)]
-    checked = serving.render(tokenizer, system, asked)
+    checked = serving.render(tokenizer, system, asked(args.requests, "check"))
     loads = loads_of(system, tokenizer, args)
     with tempfile.TemporaryDirectory() as name, step(console, "serving") as report:
         folder = Path(name)
@@ -131,11 +152,11 @@ def main(argv: list[str] | None = None) -> int:
             console.print(f"[red]{error}[/]")
             return 1
     of_all = {"model": model.name, "dataset": args.dataset, "prefix_tokens": args.prefix_tokens}
-    rows = [{**of_all, "bound_s": args.bound, **row} for row in rows]
+    rows = [{**of_all, "bound_s": args.bound, "kv_gib": int(KV_GIB), **row} for row in rows]
     title = f"{args.dataset}: a prefix of {args.prefix_tokens:,} tokens (medians of rounds)"
     gains.show(console, title, rows, args.bound)
     largest = max(row["logprob_rms"] for row in rows)
-    console.print(f"log-probabilities differ from vLLM's by {largest:.4f} nats (rms) at most")
+    console.print(f"answers to the chats: {largest:.4f} nats (rms) from vLLM's at most")
     if args.save:
         save(console, "serving" if args.dataset == "chat" else f"serving-{args.dataset}", rows)
     return 0

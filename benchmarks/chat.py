@@ -76,10 +76,16 @@ class Agreement:
 
 
 def licence_prompt(tokenizer: Tokenizer, tokens: int) -> str:
-    """The system prompt: the instruction and the first `tokens` tokens of the GPL."""
+    """The system prompt: the instruction and the first `tokens` tokens of the GPL.
+
+    Raises:
+        ValueError: it has not so many.
+    """
     text = next(path for path in LICENCES if path.is_file()).read_text()
     offsets = tokenizer.encode(text, add_special_tokens=False).offsets
-    return SYSTEM + text[: offsets[min(tokens, len(offsets)) - 1][1]]
+    if not 1 <= tokens <= len(offsets):
+        raise ValueError(f"{tokens:,} tokens asked for: the licence has 1 to {len(offsets):,}")
+    return SYSTEM + text[: offsets[tokens - 1][1]]
 
 
 def questions(count: int) -> list[str]:

@@ -30,6 +30,7 @@ from benchmarks.chat import ask, first_ttft, licence_prompt, questions
 from benchmarks.common import MODEL_NAME, ROOT, model_path, provenance, step, write_csv
 from benchmarks.demo_tables import Run, csv_rows, show_agreement, show_answers, show_numbers
 from vllm_relay.bench.processes import bench_serve, build_system_kv, serving
+from vllm_relay.bench.serving import relay_counters
 
 # `vllm bench serve` says nothing new about the third server: it may take this many seconds there.
 BENCH_LIMIT = 60.0
@@ -177,7 +178,7 @@ def run_server(
         measured, started = None, time.monotonic()
         if bench:
             with step(console, "vllm bench serve") as report:
-                measured = bench_serve(server, model, bench_options(args), report)
+                measured = bench_serve(server, bench_options(args), report)
         seconds = time.monotonic() - started
     text = log.read_text(errors="replace")
     found = system_kv_lines(text)
@@ -209,12 +210,6 @@ def bench_options(args: argparse.Namespace) -> dict[str, Any]:
         "num-warmups": 1,  # all start from a cached prefix, as a server in use would
         "seed": 0,
     }
-
-
-def relay_counters(log: str) -> dict[str, int]:
-    """The counters of the last `relay: steps=… kv_bytes_not_read=…` line; {} without one."""
-    lines = re.findall(r"relay: (.*\bsteps=\d.*)", log)
-    return {k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", lines[-1])} if lines else {}
 
 
 def sharing_line(log: str) -> str | None:

@@ -5,23 +5,28 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import OFFLINE, ROOT
 from vllm_relay.bench.processes import build
+from vllm_relay.bench.serving import Answer
 from vllm_relay.bench.systems import SYSTEMS, System
 
 # Tokens of a KV block of the CPU engine.
 KV_BLOCK = 128
 
-Answer = list[tuple[int, float]]
 
+class BenchWorker:
+    """vLLM's ``worker_extension_cls``."""
 
-class SkipAttention:
-    """vLLM's ``worker_extension_cls`` of the system that does everything but attention."""
+    def gemm_rate(self) -> float:
+        """Operations per second of a bf16 matrix product on the engine's threads."""
+        from benchmarks.ceilings import gemm_rate
+
+        return gemm_rate()
 
     def skip_attention(self) -> int:
         """Every attention layer gives zeros from now on; KV is written as before."""
@@ -43,11 +48,15 @@ class SkipAttention:
 
 @dataclass(frozen=True)
 class Limits:
-    """What every engine of a run has to hold."""
+    """What every engine of a run has to hold; ``kv_gib``: unless the user's environment says."""
 
     max_model_len: int
     max_num_seqs: int
     kv_gib: int = 2
+
+    @property
+    def kv_gib_used(self) -> int:
+        return int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", self.kv_gib))
 
 
 @dataclass
@@ -76,14 +85,14 @@ class Engine:
 
         self._llm = LLM(
             str(model),
-            attention_backend="relay" if system.relay else "CPU_ATTN",
+            attention_backend="relay" if system.relay else None,
             additional_config={"relay": {**system.settings, **(settings or {})}},
             skip_tokenizer_init=True,
             max_model_len=limits.max_model_len,
             max_num_seqs=limits.max_num_seqs,
             enforce_eager=True,
             enable_prefix_caching=system.caching,
-            worker_extension_cls="benchmarks.engines.SkipAttention",
+            worker_extension_cls="benchmarks.engines.BenchWorker",
         )
         if not system.attention:
             assert self._llm.collective_rpc("skip_attention")[0] > 0
@@ -98,7 +107,12 @@ class Engine:
 
     def forget(self) -> None:
         """Empty the prefix cache; pinned system KVs stay."""
-        self._llm.reset_prefix_cache()
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not empty its prefix cache: requests are under way")
+
+    def gemm_rate(self) -> float:
+        """Operations per second of a bf16 matrix product on the engine's threads."""
+        return float(self._llm.collective_rpc("gemm_rate")[0])
 
     def finish(self, prompts: Sequence[list[int]], lengths: Sequence[int]) -> Finished:
         """Produce ``lengths[i]`` tokens for each prompt, all submitted at once."""
@@ -111,7 +125,7 @@ class Engine:
         for prompt, length in zip(prompts, lengths, strict=True):
             self._requests += 1
             params = SamplingParams(
-                temperature=0, max_tokens=length, ignore_eos=True, detokenize=False, logprobs=0
+                temperature=0, max_tokens=length, ignore_eos=True, detokenize=False, logprobs=2
             )
             engine.add_request(str(self._requests), {"prompt_token_ids": prompt}, params)
         begun, counted = 0.0, 0
@@ -130,12 +144,15 @@ class Engine:
             ended - started,
             tokens,
             sum(cached.values()),
-            [
-                [(t, step[t].logprob) for t, step in zip(o.token_ids, o.logprobs, strict=True)]
-                for o in in_order
-            ],
+            [list(map(told, o.token_ids, o.logprobs)) for o in in_order],
             (tokens - counted) / (ended - begun) if begun and ended > begun else 0.0,
         )
+
+
+def told(token: int, best: dict[int, Any]) -> tuple[int, float, float]:
+    """Of an `Answer`, from vLLM's log-probabilities of one step."""
+    logprob = best[token].logprob
+    return token, logprob, logprob - max(x.logprob for key, x in best.items() if key != token)
 
 
 def build_files(
@@ -156,7 +173,9 @@ def engine_environment(limits: Limits) -> Iterator[None]:
     """Of engines and what they start; as it was before once the body has ended."""
     before = dict(os.environ)
     os.environ.update(OFFLINE)
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(limits.kv_gib))
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(limits.kv_gib_used)
+    # Prompts are random: what a model makes of positions that it was not trained for is no matter.
+    os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # Workers import this folder's modules by name.
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -185,7 +204,9 @@ def engines(
         settings: relay's, beside those that a system has.
     """
     started: dict[str, Engine] = {}
-    with engine_environment(limits), tempfile.TemporaryDirectory() as folder:
+    with ExitStack() as stack:
+        stack.enter_context(engine_environment(limits))
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         files: list[str] = []
         # What does not fill a KV block cannot be pinned.
         pinned = [prefix for prefix in prefixes if len(prefix) >= KV_BLOCK]
@@ -193,12 +214,9 @@ def engines(
             report(f"computing the KV of {len(pinned)} prefixes")
             built = build_files(model, pinned, Path(folder), limits.max_model_len)
             files = list(map(str, built))
-        try:
-            for key in keys:
-                report(f"starting: {SYSTEMS[key].label}")
-                loaded = {"system_kv": files} if SYSTEMS[key].system_kv else {}
-                started[key] = Engine(model, SYSTEMS[key], limits, {**(settings or {}), **loaded})
-            yield started
-        finally:
-            for engine in started.values():
-                engine.close()
+        for key in keys:
+            report(f"starting: {SYSTEMS[key].label}")
+            loaded = {"system_kv": files} if SYSTEMS[key].system_kv else {}
+            started[key] = Engine(model, SYSTEMS[key], limits, {**(settings or {}), **loaded})
+            stack.callback(started[key].close)
+        yield started

@@ -15,29 +15,41 @@ def label(key: str) -> str:
     return SYSTEMS[key].label
 
 
-def axes_of(title: str, x: str, y: str) -> tuple[Any, Any]:
-    """A figure with one panel."""
+def panels_of(count: int) -> tuple[Any, list[Any]]:
+    """A figure with so many panels, side by side."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(WIDTH, HEIGHT), layout="constrained")
+    size = (WIDTH if count == 1 else 5.5 * count, HEIGHT)
+    figure, grid = pyplot.subplots(1, count, figsize=size, layout="constrained", squeeze=False)
+    for axes in grid[0]:
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, list(grid[0])
+
+
+def axes_of(title: str, x: str, y: str) -> tuple[Any, Any]:
+    """A figure with one panel."""
+    figure, (axes,) = panels_of(1)
     axes.set_title(title, fontsize="medium")
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 
-def finish(figure: Any, axes: Any, path: Path, *, from_zero: bool = True) -> None:
+def close(figure: Any) -> None:
     from matplotlib import pyplot
 
+    pyplot.close(figure)
+
+
+def finish(figure: Any, axes: Any, path: Path, *, from_zero: bool = True) -> None:
     if from_zero:
         axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize="small")
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    close(figure)
 
 
 def by_system(rows: Iterable[Row]) -> dict[str, list[Row]]:

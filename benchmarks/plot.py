@@ -25,21 +25,26 @@ from benchmarks.sections import SECTIONS, Ratio, Section, shown, table
 PUBLISHED = Path(__file__).parent / "published.csv"
 # Times vLLM: below it, relay is not said to help.
 HELPS = 1.05
+KINDS = ("one request", "short prefix", "contexts longer than the prefix", "nothing shared")
+# Columns of a CSV that are text, whatever they look like.
+TEXT = ("date", "revision", "command", "vllm", "torch", "vllm_relay", "python")
 
 
-def read(path: Path) -> list[Row]:
-    """Rows of a CSV; what looks like a number is one."""
+def read(path: Path, text: Sequence[str] = TEXT) -> list[Row]:
+    """Rows of a CSV; what looks like a number is one, but for the columns of text."""
 
-    def value(text: str) -> Any:
-        for kind in (int, float):
+    def value(name: str, cell: str) -> Any:
+        for kind in () if name in text else (int, float):
             try:
-                return kind(text)
+                return kind(cell)
             except ValueError:
                 continue
-        return text
+        return cell
 
     with path.open(newline="") as file:
-        return [{name: value(text) for name, text in row.items()} for row in csv.DictReader(file)]
+        return [
+            {name: value(name, cell) for name, cell in row.items()} for row in csv.DictReader(file)
+        ]
 
 
 def runs(results: Path, name: str) -> list[Path]:
@@ -53,7 +58,8 @@ def relative(path: Path, base: Path) -> str:
 
 
 def where_it_does_not_help(ratios: Sequence[tuple[str, Ratio]]) -> str:
-    """The cases that have little to gain, whatever was found, and all that gained nothing."""
+    """The cases of kinds that have little to gain, whatever was found, and all others that gained
+    nothing."""
     headings = ["benchmark", "case", "system", "times vLLM", "least to most"]
 
     def cells(name: str, ratio: Ratio) -> list[str]:
@@ -61,15 +67,14 @@ def where_it_does_not_help(ratios: Sequence[tuple[str, Ratio]]) -> str:
         return [name, ratio.case, ratio.system, f"{ratio.times:.2f}", ranged]
 
     text = ""
-    for kind in ("one request", "short prefix", "contexts longer than the prefix"):
+    for kind in KINDS:
         mine = [cells(name, ratio) for name, ratio in ratios if ratio.kind == kind]
         if mine:
             text += f"### {kind.capitalize()}\n\n{table(headings, mine)}\n"
-    mine = [cells(name, ratio) for name, ratio in ratios if ratio.kind == "nothing shared"]
-    if mine:
-        text += f"### Nothing shared\n\n{table(headings, mine)}\n"
-    others = [cells(name, r) for name, r in ratios if not r.kind and r.times < HELPS]
-    text += f"### Other cases below {HELPS} times\n\n"
+    others = [
+        cells(name, x) for name, x in ratios if not x.kind and (x.times < HELPS or x.least < 1)
+    ]
+    text += f"### Other cases below {HELPS} times, or below 1 in a round\n\n"
     return text + (table(headings, others) if others else "None of those measured here.\n")
 
 
@@ -77,7 +82,8 @@ def again(section: Section, newest: Sequence[Row], paths: Sequence[Path], output
     """How far the newest run and the one before it, of the same command, are apart."""
     for path in paths[1:]:
         rows = [row for row in read(path) if section.of(row)]
-        if not rows or rows[0]["command"] != newest[0]["command"]:
+        same = ("command", "device", "cores", "vllm", "torch")
+        if not rows or any(rows[0][x] != newest[0][x] for x in same):
             continue
         before = {(x.case, x.system): x for x in section.ratios(rows)}
         pairs = [
@@ -90,7 +96,8 @@ def again(section: Section, newest: Sequence[Row], paths: Sequence[Path], output
         apart = [abs(x.times / y.times - 1) for x, y in pairs]
         overlap = sum(x.least <= y.most and y.least <= x.most for x, y in pairs)
         return (
-            f"Another run of the same command ([CSV]({relative(path, output)})): in {overlap} of "
+            f"Another run of the same command (revision {rows[0]['revision']}, "
+            f"[CSV]({relative(path, output)})): in {overlap} of "
             f"{len(pairs)} ratios to vLLM the ranges of the two runs overlap; the medians are "
             f"{statistics.median(apart):.1%} apart (median of the ratios), {max(apart):.1%} at "
             "most.\n\n"
@@ -101,7 +108,7 @@ def again(section: Section, newest: Sequence[Row], paths: Sequence[Path], output
 def published() -> str:
     """What the authors measured, with their hardware."""
     text = ""
-    rows = read(PUBLISHED)
+    rows = read(PUBLISHED, text=())
     for of in dict.fromkeys(row["of"] for row in rows):
         mine = [row for row in rows if row["of"] == of]
         used = [
@@ -117,7 +124,8 @@ def published() -> str:
         theory = first["context_tokens"] != ""
         cells = []
         for row in mine:
-            base = row["vllm_prefix_sharing"] or row["vllm"]
+            better = min if row["unit"] == "us" else max
+            base = better(row[x] for x in ("vllm", "vllm_prefix_sharing") if row[x] != "")
             faster = row["shared_attention"] / base
             line = [row["hardware"], shown(row["requests"]), shown(row["prefix_tokens"])]
             line += [f"{row[x]:,}" for x in used]
@@ -137,8 +145,6 @@ def published() -> str:
 def write(section: Section, paths: Sequence[Path], output: Path) -> tuple[str, list[Ratio]]:
     """A section's Markdown and its ratios; the figure lies beside the newest CSV."""
     rows = [row for row in read(paths[0]) if section.of(row)]
-    if not rows:
-        return "", []
     figure = paths[0].with_name(f"{paths[0].stem}{section.suffix}.png")
     found = section.draw(rows, figure)
     row = rows[0]
@@ -155,11 +161,18 @@ def write(section: Section, paths: Sequence[Path], output: Path) -> tuple[str, l
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument(
+        "--failed", nargs="*", default=[], help="benchmarks whose newest CSV is not of this run"
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks")
     args = parser.parse_args(argv)
     sections, ratios = "", []
     for section in SECTIONS:
-        paths = runs(args.results, section.name)
+        paths = [
+            path
+            for path in runs(args.results, section.name)
+            if any(map(section.of, read(path)))  # older ones may lack columns
+        ]
         if paths:
             text, found = write(section, paths, args.output)
             sections += text
@@ -167,15 +180,23 @@ def main(argv: list[str] | None = None) -> int:
     if not sections:
         print(f"no CSV of a benchmark in {args.results}")
         return 1
+    failed = ""
+    if args.failed:
+        failed = (
+            f"**Failed in the last run, older figures are shown: {', '.join(args.failed)}.**\n\n"
+        )
     report = args.output / "REPORT.md"
     report.write_text(
         "# What relay brings, and where it does not help\n\n"
         "Made by `python benchmarks/plot.py` from the CSVs in `results/`, the newest of each "
         "benchmark; `make bench` measures them anew. Systems take turns on the same prompts in "
         'one run. "vLLM" alone is vLLM with prefix caching. Ratios are medians of pairs, with the '
-        "least and the most of the rounds; no speed is shown unless the answers agree.\n\n"
-        f"{sections}"
-        f"## Where it does not help\n\n{where_it_does_not_help(ratios)}\n"
+        "least and the most of the rounds; no speed is shown unless the answers agree. Engines run "
+        "eagerly, without `torch.compile`.\n\n"
+        f"{failed}{sections}"
+        "## Where it does not help\n\n"
+        "First the kinds of cases that have little to gain, whatever was measured.\n\n"
+        f"{where_it_does_not_help(ratios)}\n"
         "## What the papers measured\n\n"
         "On other hardware, with vLLM 0.2.6 (RelayAttention) and 0.2.7 (Hydragen): what can be "
         "compared with ours is the shape.\n\n"

@@ -29,7 +29,11 @@ class Run:
 
 LITTLE_TO_GAIN = "--also 1 8192 64 --also 32 256 64 --also 8 256 2048"
 RUNS = (
-    Run("serving", "--requests 16 --rates 1 4 --repeats 2", "--rates 0.5 1 2 4 8"),
+    Run(
+        "serving",
+        "--prefix-tokens 3000 --requests 24 --rates 2 4 --seconds 6",
+        "--rates inf 0.5 1 2 4 8",
+    ),
     Run("serving", None, "--dataset prefix_repetition --prefix-tokens 2048 --prefixes 2"),
     Run("serving", None, "--dataset random --prefix-tokens 2048"),
     Run(
@@ -73,6 +77,7 @@ def main() -> int:
             failed.append(run.name)
         console.print(f"{run.name}: {time.monotonic() - begun:.0f} s")
     plot = [sys.executable, str(ROOT / "benchmarks" / "plot.py")]
+    plot += ["--failed", *dict.fromkeys(failed)] if failed else []
     status = subprocess.run(plot, check=False).returncode
     if failed:
         console.print(f"[red]failed:[/] {', '.join(failed)}")

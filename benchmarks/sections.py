@@ -7,8 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import attention_figures, bench_decode, turns
-from benchmarks.figures import COLOURS, Row, axes_of, bars, by_system, finish, label, lines
+from benchmarks import attention_figures, turns
+from benchmarks.figures import (
+    COLOURS,
+    Row,
+    axes_of,
+    bars,
+    by_system,
+    finish,
+    label,
+    lines,
+    spread,
+)
 from vllm_relay.bench import gains
 from vllm_relay.bench.systems import SYSTEMS
 
@@ -157,12 +167,11 @@ def tree(rows: list[Row], path: Path) -> str:
 
 def serving(rows: list[Row], path: Path) -> str:
     row = rows[0]
-    figure, axes = axes_of(
-        f"{row['dataset']}: a prefix of {row['prefix_tokens']:,} tokens",
-        "requests per second (Poisson)",
-        "latency over tokens, s (mean; least to most)",
-    )
-    for key, mine in by_system(x for x in rows if not math.isinf(x["rate"])).items():
+    title = f"{row['dataset']}: a prefix of {row['prefix_tokens']:,} tokens"
+    what = "latency over tokens, s (mean; least to most)"
+    swept = [x for x in rows if not math.isinf(x["rate"])]
+    figure, axes = axes_of(title, "requests per second (Poisson)" if swept else "", what)
+    for place, (key, mine) in enumerate(by_system(swept or rows).items()):
         rates = sorted({row["rate"] for row in mine})
         of = [[row["normalized_s"] for row in mine if row["rate"] == rate] for rate in rates]
         middle = [statistics.median(x) for x in of]
@@ -170,13 +179,18 @@ def serving(rows: list[Row], path: Path) -> str:
             [m - min(x) for m, x in zip(middle, of, strict=True)],
             [max(x) - m for m, x in zip(middle, of, strict=True)],
         ]
-        axes.errorbar(
-            rates, middle, bounds, marker="o", capsize=3, label=label(key), color=COLOURS[key]
-        )
+        style = {"capsize": 3, "label": label(key), "color": COLOURS[key]}
+        if swept:
+            axes.errorbar(rates, middle, bounds, marker="o", **style)
+        else:  # all at once
+            axes.bar([place], middle, yerr=bounds, **style)
+            axes.set_xticks([])
     finish(figure, axes, path)
     text = table(gains.HEADINGS, map(gains.cells, gains.summary(rows)))
-    held = "\n".join(f"- {line}" for line in gains.held_lines(rows, row["bound_s"]))
-    return f"{text}\nThe highest rate of the sweep whose latency over tokens stays\n\n{held}\n"
+    held = [f"- {line}" for line in gains.held_lines(rows, row["bound_s"])]
+    if held:
+        text += "\nThe highest rate of the sweep up to which latency over tokens stays\n\n"
+    return text + "\n".join([*held, ""])
 
 
 def serving_ratios(rows: list[Row]) -> list[Ratio]:
@@ -251,7 +265,40 @@ def theory_ratios(rows: list[Row]) -> list[Ratio]:
 
 
 def decode(rows: list[Row], path: Path) -> str:
-    bench_decode.plot(rows, path)
+    """A step by the length of the prefix, and the least that the prefix's arithmetic adds."""
+    usual = (rows[0]["requests"], rows[0]["own_tokens"])
+    swept = [row for row in rows if (row["requests"], row["own_tokens"]) == usual]
+    swept.sort(key=lambda row: row["shared_tokens"])
+    lengths = [row["shared_tokens"] for row in swept]
+    row = swept[0]
+    figure, axes = axes_of(
+        f"{row['requests']} requests with {row['own_tokens']} tokens each, {row['layers']} layers, "
+        f"{row['query_heads']}/{row['kv_heads']} heads of {row['head_size']}",
+        "tokens of the shared prefix",
+        "milliseconds per decode step (median; least to most)",
+    )
+    for key in ("stock", "relay"):
+        name = f"{key}_step_ms"
+        axes.errorbar(
+            lengths,
+            [row[name] for row in swept],
+            spread(swept, name, f"{name}_min", f"{name}_max"),
+            marker="o",
+            capsize=3,
+            label=label(key),
+            color=COLOURS[key],
+        )
+    bare = [row["no_attention_step_ms"] for row in swept]
+    axes.plot(lengths, bare, color="0.6", linestyle="--", label=label("no-attention"))
+    least = [
+        row["relay_step_ms"] + x["prefix_ms_at_gemm_rate"] - row["prefix_ms_at_gemm_rate"]
+        for x in swept
+    ]
+    axes.plot(
+        lengths, least, color="black", linestyle=":",
+        label="the shortest step, and the prefix's arithmetic\nat the rate of a matrix product",
+    )  # fmt: skip
+    finish(figure, axes, path)
     return table(
         ["requests", "shared tokens", "own tokens", "vLLM, tokens/s", "relay, tokens/s",
          "no attention, tokens/s", "times vLLM", "least to most"],
@@ -290,7 +337,9 @@ SECTIONS = (
     Section(
         "serving", "Interactive serving",
         "Chats under one system prompt: real servers side by side, `vllm bench serve` as the "
-        "client. Latency over tokens is the RelayAttention paper's normalized latency.",
+        "client. Latency over tokens is the RelayAttention paper's normalized latency. Each server "
+        "has 2 GiB for KV, unless the CSV's `kv_gib` says otherwise: without prefix caching every "
+        "request fills its share of them.",
         serving, serving_ratios,
     ),
     Section(
@@ -326,18 +375,18 @@ SECTIONS = (
     Section(
         "decode", "Decode steps",
         "Engines in turns; the dotted line is the arithmetic that no kernel can leave out.",
-        decode, decode_ratios,
+        decode, decode_ratios, "", lambda row: "no_attention_step_ms" in row,
     ),
     Section(
         "attention", "Attention of a whole step, and the theory",
         "vLLM's attention and relay's on the same step, always relayed, with caches flushed before "
         "every call or warm from the same call. Eq. 10 of the RelayAttention paper counts reads of "
         "memory and nothing else; where arithmetic takes the time, as on a CPU, less can be had.",
-        theory, theory_ratios, "-theory", lambda row: row["part"] == "step",
+        theory, theory_ratios, "-theory", lambda row: row.get("part") == "step",
     ),
     Section(
         "attention", "Attention of one layer",
         "Kernels beside what the machine can do at most, on one thread.", attention,
-        lambda rows: [], "", lambda row: row["part"] != "step",
+        lambda rows: [], "", lambda row: row.get("part") != "step" and "ms_min" in row,
     ),
 )  # fmt: skip

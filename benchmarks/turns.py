@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import ROOT, provenance, step, write_csv
-from benchmarks.engines import Answer, Engine, Limits, engines
-from vllm_relay.bench.serving import WrongAnswers, distance
-from vllm_relay.bench.systems import AGREEMENT, REFERENCE, SYSTEMS
+from benchmarks.engines import Engine, Limits, engines
+from vllm_relay.bench.serving import Answer, Distance, WrongAnswers, distance
+from vllm_relay.bench.systems import REFERENCE, SYSTEMS
 
 
 @dataclass
@@ -24,20 +24,20 @@ class Measured:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     decode_tok_s: dict[str, list[float]] = field(default_factory=dict)
     tokens: int = 0
-    # Largest distance of a system's answers from those of the reference.
-    distances: dict[str, float] = field(default_factory=dict)
+    # Of a system's answers from those of the reference, the round in which it is largest.
+    distances: dict[str, Distance] = field(default_factory=dict)
     # What each relay engine counted meanwhile, see `vllm_relay.metrics.counters`.
     counted: dict[str, dict[str, int]] = field(default_factory=dict)
     right: dict[str, int] = field(default_factory=dict)
 
-    def speed_up(self, key: str, over: str = REFERENCE) -> tuple[float, float, float]:
-        """Of one system over another: median, least and most of the rounds."""
-        ratios = [a / b for a, b in zip(self.seconds[over], self.seconds[key], strict=True)]
+    def speed_up(self, key: str) -> tuple[float, float, float]:
+        """Of a system over the reference: median, least and most of the rounds."""
+        ratios = [a / b for a, b in zip(self.seconds[REFERENCE], self.seconds[key], strict=True)]
         return statistics.median(ratios), min(ratios), max(ratios)
 
     def wrong(self) -> list[str]:
         """Systems whose answers are not the reference's; no speed of theirs means anything."""
-        return [key for key, found in self.distances.items() if not found <= AGREEMENT]
+        return [key for key, found in self.distances.items() if not found.agrees]
 
     def rows(self, **case: Any) -> list[dict[str, Any]]:
         """Of a CSV, one per system."""
@@ -51,13 +51,12 @@ class Measured:
             ):
                 row[name] = round(value, 4)
             row["tok_s"] = round(self.tokens / statistics.median(taken), 2)
-            if REFERENCE in self.seconds:
-                found = self.speed_up(key)
-                names = ("times_as_fast_as_stock", "times_min", "times_max")
-                row |= {name: round(value, 4) for name, value in zip(names, found, strict=True)}
-            decode = self.decode_tok_s.get(key)
-            row["decode_tok_s"] = round(statistics.median(decode), 2) if decode else ""
-            row["logprob_rms"] = round(self.distances[key], 5) if key in self.distances else ""
+            names = ("times_as_fast_as_stock", "times_min", "times_max")
+            ratios = zip(names, self.speed_up(key), strict=True)
+            row |= {name: round(value, 4) for name, value in ratios}
+            found = self.distances.get(key)
+            row["logprob_rms"] = round(found.rms, 5) if found else ""
+            row["logprob_worst"] = round(found.worst, 5) if found else ""
             row["steps_relayed"] = self.counted.get(key, {}).get("steps_relayed", "")
             if self.right:
                 row["right"] = self.right[key]
@@ -96,7 +95,7 @@ def compare(
     repeats: int,
     report: Callable[[str], None] = lambda doing: None,
 ) -> Measured:
-    """Let the engines take turns, first in one order, then in the other."""
+    """Let the engines, the reference among them, take turns: in one order, then in the other."""
     measured = Measured()
     before = {key: engine.counters() for key, engine in engines.items()}
     for number in range(repeats + 1):
@@ -116,12 +115,11 @@ def compare(
                 measured.decode_tok_s.setdefault(key, []).append(done.decode_tok_s)
         if case.right:
             measured.right = {key: case.right(found) for key, found in answers.items()}
-        if REFERENCE not in answers:
-            continue
         for key in engines:
             if SYSTEMS[key].attention:
                 found = distance(answers[key], answers[REFERENCE])
-                measured.distances[key] = max(measured.distances.get(key, 0.0), found)
+                before_it = measured.distances.get(key, found)
+                measured.distances[key] = max(before_it, found, key=lambda x: (not x.agrees, x.rms))
     for key, engine in engines.items():
         if SYSTEMS[key].relay:
             after = engine.counters()
@@ -144,10 +142,8 @@ def measure(
         with step(console, case.title) as report:
             measured = compare(started, case, repeats, report)
         if wrong := measured.wrong():
-            raise WrongAnswers(
-                f"{case.title}: answers differ from vLLM's ({', '.join(wrong)}: "
-                f"{measured.distances}); no speed is reported"
-            )
+            which = "; ".join(f"{SYSTEMS[x].label}: {measured.distances[x]}" for x in wrong)
+            raise WrongAnswers(f"{case.title}: {which}; no speed is reported")
         rows += measured.rows(**case.columns)
     return rows
 
@@ -183,6 +179,7 @@ def run(comparison: Comparison, model: Path, repeats: int, keep: bool) -> int:
                     )
                 )
             rows = measure(started, comparison.cases, repeats, console)
+        rows = [{**row, "kv_gib": comparison.limits.kv_gib_used} for row in rows]
     except WrongAnswers as error:
         console.print(f"[red]{error}[/]")
         return 1

@@ -27,7 +27,14 @@ def environment_of_a_file() -> Iterator[None]:
 
 # Files that take longest, one of which must not be what a process is still at when the other has
 # nothing left to do.
-FIRST = ("test_parity.py", "test_system_kv.py", "test_system_kv_answers.py", "test_select.py")
+FIRST = (
+    "test_parity.py",
+    "test_system_kv.py",
+    "test_system_kv_answers.py",
+    "test_select.py",
+    "test_comparisons.py",
+    "test_serving_bench.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

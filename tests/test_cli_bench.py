@@ -12,9 +12,10 @@ from rich.console import Console
 
 from tests.e2e.engine import SMOLLM2, environment
 from vllm_relay.bench.gains import show, summary, sustained
-from vllm_relay.bench.serving import distance, render
+from vllm_relay.bench.processes import flag_value
+from vllm_relay.bench.serving import Distance, distance, render
 from vllm_relay.bench.systems import SYSTEMS
-from vllm_relay.cli.engine import without_server_options
+from vllm_relay.cli.engine import build_options
 
 
 def run(*arguments: Any, status: int = 0) -> subprocess.CompletedProcess[str]:
@@ -34,7 +35,11 @@ def run(*arguments: Any, status: int = 0) -> subprocess.CompletedProcess[str]:
     ("options", "reason"),
     [
         (("--attention-backend", "relay"), "--attention-backend is what is compared"),
-        (("--attention-backend=relay",), "--attention-backend is what is compared"),
+        (("--attention_backend=relay",), "--attention-backend is what is compared"),
+        (("--attention-config.backend", "relay"), "--attention-config.backend is what is"),
+        (("--port", "8000"), "--port is set for each server"),
+        (("--no-enable-prefix-caching",), "--no-enable-prefix-caching is set for each system"),
+        (("--rate", "1", "--rate", "0"), "--rate is 0"),
         (("--bound", "0.1"), "--bound needs --rate"),
         (("--questions", "{empty}"), "empty.txt has no questions"),
         (("--questions", "{missing}"), "No such file"),
@@ -103,21 +108,47 @@ def test_the_table_of_gains(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     lines = [[cell.strip() for cell in x.split("│")[1:-1]] for x in printed.splitlines()]
     cells = [line for line in lines if line]
-    assert cells[0] == ["all at once", "vLLM", "50", "0.500 s", "50.0 ms", "0.2000", "1.00"]
-    assert cells[1] == ["", "relay", "125", "0.500 s", "50.0 ms", "0.0800", "2.50"]
+    assert cells[0] == [
+        "all at once",
+        "vLLM",
+        "50",
+        "0.500 s",
+        "50.0 ms",
+        "0.2000",
+        "1.00",
+        "1.00 to 1.00",
+    ]
+    assert cells[1] == ["", "relay", "125", "0.500 s", "50.0 ms", "0.0800", "2.50", "2.50 to 2.50"]
     assert cells[2][0] == "2" and len(cells) == 4
     assert "within 0.1 s per token: vLLM: none of the rates" in printed
     assert "within 0.1 s per token: relay: 2 requests/s" in printed
 
 
 def test_distance_counts_up_to_where_answers_part() -> None:
-    first = [[("a", -1.0), ("b", -2.0)], [("c", -1.0)]]
-    assert distance(first, first) == 0
-    assert distance(first, [[("a", -1.3), ("x", -9.0)], [("c", -0.6)]]) == pytest.approx(
-        math.sqrt((0.09 + 0.16) / 2)
-    )
-    # nothing in common says nothing good
-    assert distance(first, [[("x", -1.0), ("b", -2.0)], [("y", -1.0)]]) == math.inf
+    first = [[("a", -1.0, 2.0), ("b", -2.0, 0.4)], [("c", -1.0, 3.0)]]
+    assert distance(first, first) == Distance(0, 0)
+    # the second tokens part, by half of 0.4 and 0.2; what comes after it is of another text
+    found = distance(first, [[("a", -1.3, 2.0), ("x", -2.0, 0.2)], [("c", -0.6, 3.0)]])
+    assert found.rms == pytest.approx(math.sqrt((0.09 + 0.09 + 0.16) / 3))
+    assert found.worst == pytest.approx(0.4)
+    # a tie at once is no distance
+    assert distance([[("a", -0.7, 0.01)]], [[("b", -0.7, 0.01)]]).agrees
+
+
+def test_one_wrong_answer_of_many_is_seen() -> None:
+    right = [[("a", -0.1, 3.0)] * 16] * 32
+    for wrong in ([("x", -0.1, 3.0)] * 16, [("a", -0.9, 3.0)] * 16):
+        found = distance([*right[1:], wrong], right)
+        assert not found.agrees and "in one answer by" in str(found)
+        assert found.worst > 0.5
+    # most part at once, and for no close call
+    assert not distance([[("x", -0.1, 3.0)] * 16] * 31 + right[:1], right).agrees
+
+
+def test_values_of_a_command_line() -> None:
+    flags = ["--max_model_len=5", "--tokenizer", "a", "--tokenizer=b", "--revision"]
+    assert flag_value(flags, "max-model-len") == "5" and flag_value(flags, "tokenizer") == "b"
+    assert flag_value(flags, "revision") is None and flag_value(flags, "seed") is None
 
 
 def test_flags_of_the_systems() -> None:
@@ -166,7 +197,10 @@ def test_a_model_and_a_prompt_are_served_with_and_without_relay(tmp_path: Path) 
 @pytest.mark.engine
 def test_a_builds_options_are_those_of_the_engine() -> None:
     given = ["--enforce-eager", "--api-key", "k", "--max_model_len", "1024", "--allowed_origins"]
+    dropped = ("--api-key", "k", "--allowed_origins", "[]", "--disable-uvicorn-access-log")
     given += ["[]", "--disable-uvicorn-access-log", "--max-num-seqs=4", "--chat-template=t.jinja"]
-    kept = ["--enforce-eager", "--max_model_len", "1024", "--max-num-seqs=4"]
-    assert without_server_options("bench", given) == kept
-    assert without_server_options("bench", []) == []
+    given += ["--additional-config.relay.max_levels", "1", "-tp", "2", "--seed", "-1"]
+    kept = [x for x in given if x.partition("=")[0] not in dropped]
+    assert len(kept) == 11
+    assert build_options("bench", given) == kept
+    assert build_options("bench", []) == []

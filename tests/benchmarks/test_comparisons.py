@@ -1,57 +1,29 @@
 """The benchmarks that compare systems, each once, tiny, on real engines that are started once."""
 
-import csv
-import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from benchmarks import (
     bench_attention,
     bench_decode,
     bench_fewshot,
     bench_needles,
-    bench_serving,
     bench_throughput,
     bench_tree,
     common,
     engines,
-    plot,
     turns,
 )
 from benchmarks.engines import Engine, Limits
-from tests.e2e.engine import SMOLLM2
+from tests.benchmarks.reports import assert_reported, read
 from vllm_relay.bench.systems import FOUR, SYSTEMS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 PREFIX = list(range(1000, 1300))
-
-
-LAYERS = 2
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first layers of SmolLM2, with its tokenizer: fifteen times as fast."""
-    folder = tmp_path_factory.mktemp("model")
-    for path in SMOLLM2.iterdir():
-        if path.suffix != ".safetensors":
-            shutil.copy(path, folder)
-    config = json.loads((SMOLLM2 / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": LAYERS}))
-    tensors = load_file(SMOLLM2 / "model.safetensors")
-    kept = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if ".layers." not in name or int(name.split(".")[2]) < LAYERS
-    }
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -65,19 +37,6 @@ def started(model: Path) -> Iterator[dict[str, Engine]]:
 
 
 @pytest.fixture
-def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Scripts write their CSVs here."""
-    prov = common.provenance()
-
-    def save(console: Any, name: str, rows: Any) -> Path:
-        return common.write_csv(tmp_path / f"{name}.csv", rows, prov)
-
-    for module in (turns, bench_attention, bench_decode, bench_serving):
-        monkeypatch.setattr(module, "save", save)
-    return tmp_path
-
-
-@pytest.fixture
 def shared(started: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripts measure with these engines."""
 
@@ -88,21 +47,6 @@ def shared(started: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (turns, bench_decode):
         monkeypatch.setattr(module, "engines", found)
-
-
-def read(results: Path, name: str) -> tuple[Path, list[dict[str, str]]]:
-    (path,) = (x for x in results.glob(f"{name}-*.csv") if x.stem[len(name) + 1].isdigit())
-    with path.open() as file:
-        return path, list(csv.DictReader(file))
-
-
-def assert_reported(results: Path, *paths: Path) -> str:
-    """The report shows these CSVs, and has a figure of each."""
-    assert plot.main(["--results", str(results), "--output", str(results)]) == 0
-    report = (results / "REPORT.md").read_text()
-    for path in paths:
-        assert path.name in report and path.with_suffix(".png").stat().st_size > 10_000
-    return report
 
 
 @pytest.mark.parametrize(
@@ -164,24 +108,6 @@ def test_attention_is_measured_beside_the_theory(results: Path) -> None:
     assert all(float(row["ms"]) > 0 and float(row["times_vllms_error"]) < 3 for row in rows)
     assert_reported(results, path)
     assert path.with_name(f"{path.stem}-theory.png").stat().st_size > 10_000
-
-
-def test_servers_are_measured_on_chats_and_on_the_clients_own_prompts(
-    results: Path, model: Path
-) -> None:
-    options = "--prefix-tokens 300 --requests 3 --tokens 4 --repeats 1 --save --systems stock relay"
-    for given in ("-system-kv --rates 20", " --dataset prefix_repetition --rates"):
-        assert bench_serving.main([*f"{options}{given}".split(), "--model", str(model)]) == 0
-    chats, rows = read(results, "serving")
-    others, more = read(results, "serving-prefix_repetition")
-    for row in rows + more:
-        assert float(row["tokens_per_s"]) > 0 and 0 <= float(row["logprob_rms"]) < 0.1
-        assert row["requests"] == "3" and float(row["normalized_s"]) > 0
-    assert [(row["rate"], row["system"]) for row in rows] == [
-        ("inf", "stock"), ("inf", "relay-system-kv"), ("20.0", "relay-system-kv"), ("20.0", "stock")
-    ]  # fmt: skip
-    assert "within 0.1 s per token: vLLM" in assert_reported(results, chats)
-    assert {row["system"] for row in more} == {"stock", "relay"} and others.is_file()
 
 
 def test_wrong_answers_give_no_speed(

@@ -15,7 +15,16 @@ from vllm_relay.bench.systems import REFERENCE, SYSTEMS
 
 Row = dict[str, Any]
 # Of the table of gains, and the units in `cells`.
-HEADINGS = ("requests/s", "system", "tokens/s", "TTFT", "TPOT", "s/token", "times vLLM")
+HEADINGS = (
+    "requests/s",
+    "system",
+    "tokens/s",
+    "TTFT",
+    "TPOT",
+    "s/token",
+    "times vLLM",
+    "least to most",
+)
 MEDIANS = ("tokens_per_s", "requests_per_s", "normalized_s", "ttft_p50_s", "tpot_p50_s")
 
 
@@ -69,11 +78,14 @@ def cells(gain: Row) -> list[str]:
         f"{1e3 * gain['tpot_p50_s']:.1f} ms",
         f"{gain['normalized_s']:.4f}",
         f"{gain['times_latency']:.2f}",
+        f"{gain['times_latency_min']:.2f} to {gain['times_latency_max']:.2f}",
     ]
 
 
 def held_lines(rows: Sequence[Row], bound: float) -> list[str]:
-    """What rate each system sustains, in words."""
+    """What rate each system sustains, in words; none where no rate was tried."""
+    if all(math.isinf(row["rate"]) for row in rows):
+        return []
     return [
         f"within {bound:g} s per token: {SYSTEMS[key].label}: "
         + ("none of the rates" if rate is None else f"{rate:g} requests/s")

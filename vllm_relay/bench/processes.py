@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -126,13 +126,28 @@ def phase(log: str) -> str:
     return "importing vLLM"
 
 
+def flag_name(flag: str) -> str:
+    """Of one element of a command line: ``--max_model_len=1`` is ``max-model-len``; else empty."""
+    return flag.partition("=")[0][2:].replace("_", "-") if flag.startswith("--") else ""
+
+
+def flag_value(flags: Sequence[str], name: str) -> str | None:
+    """What a command line gives an option, as one element or two; the last counts."""
+    found = None
+    for i, flag in enumerate(flags):
+        if flag_name(flag) == name:
+            _, equals, value = flag.partition("=")
+            found = value if equals else next(iter(flags[i + 1 : i + 2]), None)
+    return found
+
+
 class Server(Process):
     """`vllm serve` on a free local port; ``name``: of the model, as clients ask for it."""
 
     def __init__(self, model: Path | str, flags: list[str], log: Path, env: dict[str, str]) -> None:
         self.port = free_port()
-        named = "--served-model-name"
-        self.name = flags[flags.index(named) + 1] if named in flags else str(model)
+        self.model = model
+        self.name = flag_value(flags, "served-model-name") or str(model)
         where = ["--host", "127.0.0.1", "--port", str(self.port)]
         super().__init__([*vllm("serve"), str(model), *where, *flags], log, env)
 
@@ -181,24 +196,24 @@ def serving(
 
 def bench_serve(
     server: Server,
-    tokenizer: Path | str,
     options: dict[str, Any],
     report: Callable[[str], None] = lambda doing: None,
 ) -> dict[str, Any]:
     """Run `vllm bench serve --<name> <value> ...` against `server`; returns its result JSON.
 
-    Options that are True are given without a value. The result and the log of the client lie
-    beside the log of the server. A client that fails raises ProcessDied, failed requests raise
-    RuntimeError.
+    Options that are True are given without a value; the tokenizer is the model's unless they name
+    one. The result and the log of the client lie beside the log of the server. A client that fails
+    raises ProcessDied, failed requests raise RuntimeError.
     """
     result = server.log.with_name(f"{server.log.stem}-bench.json")
     fixed = {
         "base-url": server.url,
         "model": server.name,
-        "tokenizer": tokenizer,
+        "tokenizer": server.model,
         "result-dir": result.parent,
         "result-filename": result.name,
     }
+    result.unlink(missing_ok=True)  # of the run before
     command = [*vllm("bench", "serve"), "--ignore-eos", "--save-result"]
     for name, value in {**fixed, **options}.items():
         command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
@@ -214,7 +229,9 @@ def bench_serve(
         client.stop()
     measured: dict[str, Any] = json.loads(result.read_text())
     if measured["failed"]:
-        raise RuntimeError(f"{measured['failed']} bench requests failed, see {client.log}")
+        told = next((x for x in measured.get("errors", []) if x), "").strip().splitlines()
+        why = told[-1] if told else f"see {client.log}"
+        raise RuntimeError(f"{measured['failed']} bench requests failed: {why}")
     return measured
 
 

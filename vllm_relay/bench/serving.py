@@ -6,7 +6,9 @@ the rate of requests, and the highest rate that a latency bound allows.
 
 import json
 import math
+import re
 import statistics
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -15,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from vllm_relay.bench.processes import Server, bench_serve, serving
-from vllm_relay.bench.systems import AGREEMENT, REFERENCE, SYSTEMS
+from vllm_relay.bench.systems import AGREEMENT, AGREEMENT_OF_ONE, REFERENCE, SYSTEMS
 
 Report = Callable[[str], None]
-# Prompts and tokens of the check that all systems answer alike.
-CHECKED, CHECKED_TOKENS = 8, 16
+# Tokens of each answer in the check that all systems answer alike.
+CHECKED_TOKENS = 16
+# Seconds until a server must be ready: models can be large, and kernels compile.
+READY = 1800.0
 EVERYTHING_AT_ONCE = math.inf
 
 
@@ -79,16 +83,16 @@ def render(tokenizer: Any, system: str, asked: Sequence[str]) -> list[str]:
 
 
 def measure(
-    server: Server, tokenizer: Path | str, load: Load, seed: int, report: Report
+    server: Server, client: dict[str, Any], load: Load, seed: int, report: Report
 ) -> dict[str, float]:
-    """One run of ``vllm bench serve``: latencies in seconds, rates per second.
+    """One run of ``vllm bench serve`` with these options: latencies in seconds, rates per second.
 
     ``normalized_s`` is the paper's: end-to-end latency over tokens generated, mean of requests.
     """
     found = bench_serve(
         server,
-        tokenizer,
         {
+            **client,
             **load.options(server.log.parent),
             "num-prompts": load.requests,
             "request-rate": load.rate,
@@ -118,14 +122,59 @@ def measure(
     return measured
 
 
-def greedy(server: Server, prompts: Sequence[str]) -> list[list[tuple[str, float]]]:
-    """Greedy answers: of each prompt its tokens and their log-probabilities (nats)."""
+# Of an answer, per token: the token, its log-probability (nats) and its lead over the second best.
+Answer = list[tuple[Any, float, float]]
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Between a system's greedy answers and the reference's.
+
+    Root mean squares (nats) of the differences of log-probabilities up to where two answers part;
+    there, of half the leads of the two tokens, which is what the systems differ by at least in
+    either: a tie counts next to nothing, and an answer that parts at once counts all the same.
+
+    Attributes:
+        rms: of all answers together. worst: of the answer that is farthest off.
+    """
+
+    rms: float
+    worst: float
+
+    @property
+    def agrees(self) -> bool:
+        return self.rms <= AGREEMENT and self.worst <= AGREEMENT_OF_ONE
+
+    def __str__(self) -> str:
+        return (
+            f"log-probabilities differ by {self.rms:.3f} (rms), in one answer by {self.worst:.3f}"
+        )
+
+
+def distance(ours: Sequence[Answer], theirs: Sequence[Answer]) -> Distance:
+    """Of answers to the same prompts."""
+    of_answers = []
+    for a, b in zip(ours, theirs, strict=True):
+        squares = []
+        for (token, logprob, lead), (other, other_logprob, other_lead) in zip(a, b, strict=True):
+            if token != other:
+                squares.append(((lead + other_lead) / 2) ** 2)
+                break
+            squares.append((logprob - other_logprob) ** 2)
+        of_answers.append(squares)
+    every = [x for squares in of_answers for x in squares]
+    worst = max(statistics.mean(squares) for squares in of_answers)
+    return Distance(math.sqrt(statistics.mean(every)), math.sqrt(worst))
+
+
+def greedy(server: Server, prompts: Sequence[str]) -> list[Answer]:
+    """Greedy answers to prompts that come all at once."""
     body = {
         "model": server.name,
         "prompt": list(prompts),
         "max_tokens": CHECKED_TOKENS,
         "temperature": 0,
-        "logprobs": 0,
+        "logprobs": 2,
         "ignore_eos": True,
         "add_special_tokens": False,
         "return_tokens_as_token_ids": True,
@@ -135,27 +184,30 @@ def greedy(server: Server, prompts: Sequence[str]) -> list[list[tuple[str, float
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=600) as reply:
-        choices = sorted(json.load(reply)["choices"], key=lambda choice: choice["index"])
-    return [
-        list(zip(x["logprobs"]["tokens"], x["logprobs"]["token_logprobs"], strict=True))
-        for x in choices
-    ]
+    try:
+        with urllib.request.urlopen(request, timeout=600) as reply:
+            choices = sorted(json.load(reply)["choices"], key=lambda choice: choice["index"])
+    except urllib.error.HTTPError as error:
+        told = error.read().decode(errors="replace")[:500]
+        raise RuntimeError(f"the server refuses a prompt ({error.code}): {told}") from error
+    answers = []
+    for choice in choices:
+        found = choice["logprobs"]
+        answers.append(
+            [
+                (token, logprob, logprob - max(x for key, x in top.items() if key != token))
+                for token, logprob, top in zip(
+                    found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True
+                )
+            ]
+        )
+    return answers
 
 
-def distance(ours: Sequence[Any], theirs: Sequence[Any]) -> float:
-    """RMS of log-probability differences over the tokens before two greedy answers part.
-
-    Args:
-        ours, theirs: of each answer its (token, log-probability) pairs.
-    """
-    squares = []
-    for a, b in zip(ours, theirs, strict=True):
-        for (token, logprob), (other, other_logprob) in zip(a, b, strict=True):
-            if token != other:
-                break
-            squares.append((logprob - other_logprob) ** 2)
-    return math.sqrt(statistics.mean(squares)) if squares else math.inf
+def relay_counters(log: str) -> dict[str, int]:
+    """The counters of the last `relay: steps=… kv_bytes_not_read=…` line; {} without one."""
+    lines = re.findall(r"relay: (.*\bsteps=\d.*)", log)
+    return {k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", lines[-1])} if lines else {}
 
 
 def compare(
@@ -167,6 +219,7 @@ def compare(
     folder: Path,
     *,
     checked: Sequence[str],
+    client: dict[str, Any] | None = None,
     files: Sequence[Path] = (),
     env: dict[str, str] | None = None,
     report: Report = lambda doing: None,
@@ -175,18 +228,18 @@ def compare(
 
     Args:
         keys: of `SYSTEMS`. flags: of every server. loads: each makes the requests of a round, the
-            same for all systems. checked: prompts that all have to answer alike. files: system
-            KVs. folder: for logs.
+            same for all systems. checked: prompts that all have to answer alike. client: options of
+            ``vllm bench serve``. files: system KVs. folder: for logs.
 
     Returns:
-        A row per load, round and system.
+        A row per load, round and system; ``server_steps_relayed`` is of a server's whole life.
 
     Raises:
-        WrongAnswers: greedy answers differ from the reference's by more than `AGREEMENT`.
+        WrongAnswers: greedy answers differ too much from the reference's.
     """
     rows: list[dict[str, Any]] = []
+    servers: dict[str, Server] = {}
     with ExitStack() as stack:
-        servers: dict[str, Server] = {}
         for key in keys:
             system = SYSTEMS[key]
 
@@ -199,10 +252,11 @@ def compare(
                     [*flags, *system.flags(files)],
                     folder / f"{key}.log",
                     env=env,
+                    seconds=READY,
                     report=starting,
                 )
             )
-        distances = check(servers, checked[:CHECKED], report)
+        distances = check(servers, checked, report)
         for number in range(1, repeats + 1):
             for index, make in enumerate(loads):
                 load = make(number)
@@ -210,24 +264,34 @@ def compare(
                 for key in order:
                     label = SYSTEMS[key].label
                     rate = "all at once" if math.isinf(load.rate) else f"{load.rate:g}/s"
-
                     where = f"round {number} of {repeats}, {label}, {rate}"
 
                     def running(doing: str, where: str = where) -> None:
                         report(f"{where}: {doing}")
 
-                    # No two loads alike: what was asked before lies in the prefix caches.
+                    # The client's own datasets: other prompts for every load and round.
                     seed = number * len(loads) + index
-                    found = measure(servers[key], model, load, seed, running)
+                    found = measure(servers[key], client or {}, load, seed, running)
                     row = {"rate": load.rate, "round": number, "system": key}
                     row |= {"requests": load.requests, "tokens": load.tokens}
                     row |= {name: round(value, 5) for name, value in found.items()}
-                    rows.append(row | {"logprob_rms": round(distances[key], 5)})
+                    row["logprob_rms"] = round(distances[key].rms, 5)
+                    row["logprob_worst"] = round(distances[key].worst, 5)
+                    rows.append(row)
+    for key, server in servers.items():  # ended: each has logged what it relayed
+        relayed = relay_counters(server.text()).get("steps_relayed", 0)
+        for row in rows:
+            if row["system"] == key:
+                row["server_steps_relayed"] = relayed
     return rows
 
 
-def check(servers: dict[str, Server], prompts: Sequence[str], report: Report) -> dict[str, float]:
-    """Distance of each system's greedy answers from the reference's; also fills prefix caches.
+def check(
+    servers: dict[str, Server], prompts: Sequence[str], report: Report
+) -> dict[str, Distance]:
+    """Distance of each system's greedy answers from the reference's; also warms the servers up.
+
+    The prompts come all at once, as in a load: what is shared is attended to as it will be.
 
     Raises:
         WrongAnswers: one is too far.
@@ -239,9 +303,9 @@ def check(servers: dict[str, Server], prompts: Sequence[str], report: Report) ->
         answers[key] = greedy(server, prompts)
     found = {key: distance(answers[key], answers[REFERENCE]) for key in servers}
     for key, value in found.items():
-        if not value <= AGREEMENT:
+        if not value.agrees:
             raise WrongAnswers(
-                f"{SYSTEMS[key].label} does not answer as {SYSTEMS[REFERENCE].label}: "
-                f"log-probabilities differ by {value:.3f} (rms); no speed is reported"
+                f"{SYSTEMS[key].label} does not answer as {SYSTEMS[REFERENCE].label}: {value}; "
+                "no speed is reported"
             )
     return found

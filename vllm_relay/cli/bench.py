@@ -12,12 +12,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from vllm_relay.bench.processes import build_system_kv, flag_name, flag_value
 from vllm_relay.cli.console import PLAIN, JsonFlag, err, one_line_errors, out
-from vllm_relay.cli.engine import ESCAPE, without_server_options
+from vllm_relay.cli.engine import ESCAPE, build_options
 
 if TYPE_CHECKING:
     from vllm_relay.bench.serving import Load
 
+# Options of `vllm serve` that are not the user's here.
+OURS = {
+    "attention-backend": "is what is compared",
+    "attention-config": "is what is compared",
+    **dict.fromkeys(
+        ("enable-prefix-caching", "no-enable-prefix-caching"), "is set for each system"
+    ),
+    **dict.fromkeys(("host", "port", "uds", "api-key"), "is set for each server"),
+}
 # Asked where the user has no questions.
 QUESTIONS = (
     "What is this about?",
@@ -68,48 +78,53 @@ def bench(
     --gpu-memory-utilization).
     """
     from vllm_relay.bench import gains, serving
-    from vllm_relay.bench.processes import build_system_kv
     from vllm_relay.bench.systems import FOUR, SYSTEMS
 
     flags = [x.removeprefix(ESCAPE) for x in context.args if x != "--"]
     console = Console(**PLAIN, stderr=True)
     with one_line_errors(), ExitStack() as stack:
-        if "--attention-backend" in {flag.partition("=")[0] for flag in flags}:
-            raise ValueError("--attention-backend is what is compared: leave it out")
+        for name in map(flag_name, flags):
+            if reason := OURS.get(name.partition(".")[0]):
+                raise ValueError(f"--{name} {reason}: leave it out")
         if bound is not None and not rate:
             raise ValueError("--bound needs --rate: the rates to try")
+        for at in rate or []:
+            if not 0 < at < math.inf:
+                raise ValueError(f"--rate is {at:g}: must be requests per second, more than 0")
         if find_spec("pandas") is None:
             raise ValueError(
                 "`vllm bench serve` needs pandas here: pip install 'vllm-relay[bench]'"
             )
         prompt = system_prompt.read_text(encoding="utf-8")
-        asked = _questions(questions, requests * (1 + repeats))
+        rates = rate or [serving.EVERYTHING_AT_ONCE]
+        # The first are for the check; what was asked before would lie in the prefix caches.
+        asked = _questions(questions, requests * (1 + repeats * len(rates)))
         keys = [key for key in FOUR if without_caching or SYSTEMS[key].caching]
         keys = [key for key in keys if system_kv or not SYSTEMS[key].system_kv]
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-relay-")))
         report = _reporter(console, stack)
         report("reading the tokenizer")
-        tokenizer = _tokenizer(model)
+        client, tokenizer = _tokenizer(model, flags)
         files = []
         if system_kv:
             text = folder / "prompt.txt"
             text.write_text(prompt, encoding="utf-8")
-            mine = without_server_options("bench", flags)
+            mine = build_options("bench", flags)
             files = [build_system_kv(model, text, mine, report=report)]
         prompts = serving.render(tokenizer, prompt, asked)
 
-        def load(at: float) -> Any:
+        def load(at: float, index: int) -> Any:
             def make(number: int) -> "Load":
-                begin = number * requests
+                begin = requests * (1 + (number - 1) * len(rates) + index)
                 mine = prompts[begin : begin + requests]
                 return serving.Load(at, requests, tokens, prompts=mine)
 
             return make
 
-        loads = [load(x) for x in rate or [serving.EVERYTHING_AT_ONCE]]
+        loads = [load(at, index) for index, at in enumerate(rates)]
         rows = serving.compare(
             model, keys, flags, loads, repeats, folder,
-            checked=prompts, files=files, report=report,
+            checked=prompts[:requests], client=client, files=files, report=report,
         )  # fmt: skip
     if as_json:
         # JSON has no infinity: a rate of null is everything at once
@@ -144,13 +159,24 @@ def _questions(path: Path | None, count: int) -> list[str]:
     ]
 
 
-def _tokenizer(model: str) -> Any:
+def _tokenizer(model: str, flags: Sequence[str]) -> tuple[dict[str, Any], Any]:
+    """The tokenizer that servers with these options use, and the client's options for it."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    name = flag_value(flags, "tokenizer") or model
+    client: dict[str, Any] = {"tokenizer": name}
+    options: dict[str, Any] = {}
+    if "trust-remote-code" in map(flag_name, flags):
+        client["trust-remote-code"] = options["trust_remote_code"] = True
+    if revision := flag_value(flags, "tokenizer-revision") or flag_value(flags, "revision"):
+        options["revision"] = revision
+    tokenizer = AutoTokenizer.from_pretrained(name, **options)
+    if template := flag_value(flags, "chat-template"):
+        path = Path(template)
+        tokenizer.chat_template = path.read_text(encoding="utf-8") if path.is_file() else template
     if not tokenizer.chat_template:
-        raise ValueError(f"{model} has no chat template")
-    return tokenizer
+        raise ValueError(f"{name} has no chat template: give --chat-template")
+    return client, tokenizer
 
 
 def _reporter(console: Console, stack: ExitStack) -> Any:

@@ -1,6 +1,7 @@
 """vLLM's own options, which commands that start an engine take beside theirs."""
 
 import os
+import re
 from typing import Any
 
 ENGINE_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -19,15 +20,15 @@ def _parser(command: str) -> Any:
     return EngineArgs.add_cli_args(FlexibleArgumentParser(prog=f"vllm-relay {command}"))
 
 
-def without_server_options(command: str, flags: list[str]) -> list[str]:
-    """Of the options of ``vllm serve`` those that an engine has, too."""
-    _, unknown = _parser(command).parse_known_args(flags)
-    kept = []
+def build_options(command: str, flags: list[str]) -> list[str]:
+    """Of the options of ``vllm serve`` those that ``vllm-relay build`` has, too: an engine's."""
+    known = {*_parser(command)._option_string_actions, "--chat-template"}
+    kept, keep = [], True
     for flag in flags:
-        # the parser has written options its own way: in both, no one means two things
-        if unknown and flag.replace("_", "-") == unknown[0].replace("_", "-"):
-            unknown.pop(0)
-        else:
+        if re.match(r"--?[a-zA-Z]", flag):  # what follows it, up to the next, is its value
+            name = re.split(r"[=.+]", flag)[0]
+            keep = (name.replace("_", "-") if name.startswith("--") else name) in known
+        if keep:
             kept.append(flag)
     return kept
 

@@ -1,0 +1,85 @@
+"""`make bench`: what it runs, and what becomes of a benchmark that fails; the trace report."""
+
+import argparse
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import run_all
+from tests.e2e.engine import ROOT, environment
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Those that would have been run; bench_tree.py fails."""
+    found: list[list[str]] = []
+
+    def run(command: list[str], check: bool) -> Any:
+        found.append(command)
+        return subprocess.CompletedProcess(command, int("bench_tree.py" in command[1]))
+
+    monkeypatch.setattr(run_all.subprocess, "run", run)
+    return found
+
+
+@pytest.mark.parametrize(("grid", "count"), [([], 7), (["--full"], 9)])
+def test_every_benchmark_runs_and_is_kept_whatever_fails(
+    grid: list[str], count: int, commands: list[list[str]], monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setattr("sys.argv", ["run_all.py", *grid])
+    assert run_all.main() == 1
+    *benchmarks, report = commands
+    assert len(benchmarks) == count and Path(report[1]).name == "plot.py"
+    for _, script, *options in benchmarks:
+        assert Path(script).is_file() and options[-1] == "--save"
+    assert "failed: tree" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("run", run_all.RUNS, ids=lambda run: run.name)
+def test_its_options_are_those_of_the_benchmark(run: run_all.Run, monkeypatch: Any) -> None:
+    """Without measuring anything: each script gets as far as its parser."""
+    script = import_module(f"benchmarks.bench_{run.name}")
+    parse = argparse.ArgumentParser.parse_args
+
+    class Parsed(Exception):
+        pass
+
+    def only_parse(self: argparse.ArgumentParser, arguments: Any = None) -> Any:
+        parse(self, arguments)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", only_parse)
+    for options in {run.small, run.full} - {None}:
+        with pytest.raises(Parsed):
+            script.main([*str(options).split(), "--save"])
+    with pytest.raises(SystemExit):
+        script.main(["--no-such-option"])
+
+
+def test_one_benchmark_alone(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["run_all.py", "--only", "decode"])
+    assert run_all.main() == 0
+    assert [Path(command[1]).name for command in commands] == ["bench_decode.py", "plot.py"]
+
+
+def test_the_trace_report_tells_what_is_saved(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    # eight requests at once, with a document of 4,096 tokens before their own 512
+    requests = [
+        {"timestamp": 0, "input_length": 9 * 512, "output_length": 2, "hash_ids": [*range(8), i]}
+        for i in range(100, 108)
+    ]
+    trace.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    command = [sys.executable, str(ROOT / "benchmarks" / "trace_report.py"), str(trace)]
+    command += ["--concurrency", "8", "--objective", "reads"]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    # the document is read once for eight: seven eighths of eight ninths
+    assert "reads, 8 at once: 77.8% of KV reads saved" in done.stdout

@@ -1,0 +1,29 @@
+"""`bench_serving.py`, tiny, on real servers and with the real client."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import bench_serving
+from tests.benchmarks.reports import assert_reported, read
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+def test_servers_are_measured_on_chats_and_on_the_clients_own_prompts(
+    results: Path, model: Path
+) -> None:
+    options = "--prefix-tokens 300 --requests 3 --tokens 4 --repeats 1 --seconds 0.15 --save "
+    chat = "--systems stock relay-system-kv --rates inf 20"
+    for given in (chat, "--systems stock relay --dataset prefix_repetition --rates inf"):
+        assert bench_serving.main([*f"{options}{given}".split(), "--model", str(model)]) == 0
+    chats, rows = read(results, "serving")
+    others, more = read(results, "serving-prefix_repetition")
+    for row in rows + more:
+        assert float(row["tokens_per_s"]) > 0 and 0 <= float(row["logprob_rms"]) < 0.1
+        assert row["requests"] == "3" and float(row["normalized_s"]) > 0
+    assert [(row["rate"], row["system"]) for row in rows] == [
+        ("inf", "stock"), ("inf", "relay-system-kv"), ("20.0", "relay-system-kv"), ("20.0", "stock")
+    ]  # fmt: skip
+    assert "within 0.1 s per token: vLLM" in assert_reported(results, chats)
+    assert {row["system"] for row in more} == {"stock", "relay"} and others.is_file()
