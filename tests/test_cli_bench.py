@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +13,12 @@ import pytest
 from rich.console import Console
 
 from tests.e2e.engine import SMOLLM2, environment
+from vllm_relay.bench import serving
 from vllm_relay.bench.gains import show, summary, sustained
-from vllm_relay.bench.processes import flag_value
-from vllm_relay.bench.serving import Distance, distance, render
+from vllm_relay.bench.processes import ProcessDied, flag_value
+from vllm_relay.bench.serving import Distance, WrongAnswers, distance, render
 from vllm_relay.bench.systems import SYSTEMS
+from vllm_relay.cli.bench import _logs
 from vllm_relay.cli.engine import build_options
 
 
@@ -145,6 +149,17 @@ def test_one_wrong_answer_of_many_is_seen() -> None:
     assert not distance([[("x", -0.1, 3.0)] * 16] * 31 + right[:1], right).agrees
 
 
+def test_servers_that_answer_otherwise_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = [[("a", -0.1, 3.0)] * 4] * 3
+    answers = {"stock": right, "relay": right}
+    monkeypatch.setattr(serving, "greedy", lambda server, prompts: answers[server])
+    servers: Any = {key: key for key in answers}
+    assert serving.check(servers, ["x"] * 3, print)["relay"].rms == 0
+    answers["relay"] = [*right[1:], [("x", -0.1, 3.0)] * 4]
+    with pytest.raises(WrongAnswers, match="relay does not answer as vLLM: .*no speed is reported"):
+        serving.check(servers, ["x"] * 3, print)
+
+
 def test_values_of_a_command_line() -> None:
     flags = ["--max_model_len=5", "--tokenizer", "a", "--tokenizer=b", "--revision"]
     assert flag_value(flags, "max-model-len") == "5" and flag_value(flags, "tokenizer") == "b"
@@ -170,6 +185,38 @@ def test_prompts_are_rendered_as_the_server_would() -> None:
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        (
+            "x\nValueError: a: has 5 tokens, less than one KV block of 128\ny",
+            "--no-system-kv leaves",
+        ),
+        (
+            "ERROR 1 [core.py:1] ValueError: no room for the KV cache\n  raise RuntimeError(\n"
+            "RuntimeError: Engine core initialization failed. See root cause above.",
+            "relay ended with status 1: ValueError: no room for the KV cache; logs: ",
+        ),
+        ("Killed", "relay ended with status 1: Killed; logs: "),
+    ],
+)
+def test_a_server_that_dies_leaves_its_logs_and_a_reason(told: str, reason: str) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(reason)) as raised, _logs() as folder:
+        (folder / "relay.log").write_text(told)
+        raise ProcessDied(f"relay ended with status 1:\n{told}")
+    assert (folder / "relay.log").read_text() == told and str(folder) in str(raised.value)
+    shutil.rmtree(folder)
+
+
+def test_logs_of_what_went_well_are_not_left() -> None:
+    with _logs() as folder:
+        pass
+    assert not folder.exists()
+    with pytest.raises(ValueError), _logs() as folder:
+        raise ValueError("bad input")
+    assert not folder.exists()
 
 
 @pytest.mark.engine

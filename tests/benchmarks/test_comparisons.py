@@ -1,7 +1,7 @@
 """The benchmarks that compare systems, each once, tiny, on real engines that are started once."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from benchmarks import (
 )
 from benchmarks.engines import Engine, Limits
 from tests.benchmarks.reports import assert_reported, read
+from tests.e2e.engine import SMOLLM2
 from vllm_relay.bench.systems import FOUR, SYSTEMS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -119,11 +120,28 @@ def test_wrong_answers_give_no_speed(
     def found(*_: Any, **__: Any) -> Iterator[dict[str, Engine]]:
         yield {"stock": started["stock"], "relay": started["no-attention"]}
 
-    monkeypatch.setattr(turns, "engines", found)
+    for module in (turns, bench_decode):
+        monkeypatch.setattr(module, "engines", found)
     options = "--prefix 64 --requests 2 --repeats 1 --save"
     assert bench_throughput.main(options.split()) == 1
+    monkeypatch.setattr(bench_decode, "KEYS", ("stock", "relay"))
+    options = "--shared 256 --own 8 --requests 2 --steps 3 --repeats 1 --save --model"
+    assert bench_decode.main([*options.split(), str(SMOLLM2)]) == 1
     printed = capsys.readouterr().out
-    assert "no speed is reported" in printed and "tokens/s" not in printed
+    assert printed.count("no speed is reported") == 2
+    assert "tokens/s" not in printed and "Decode throughput" not in printed
+    assert not list(results.glob("*.csv"))
+
+
+def test_a_kernel_that_is_wrong_gives_no_speed(
+    results: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    row = {"part": "prefix", "way": "ours", "times_vllms_error": 3.5}
+    monkeypatch.setattr(bench_attention, "engine", lambda heads: nullcontext())
+    monkeypatch.setattr(bench_attention, "measure", lambda *_: [row])
+    assert bench_attention.main(["--threads", "1", "--save"]) == 1
+    printed = capsys.readouterr().out
+    assert "no speed is reported" in printed and "Attention of one layer" not in printed
     assert not list(results.glob("*.csv"))
 
 

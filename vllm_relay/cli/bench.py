@@ -2,9 +2,10 @@
 
 import math
 import re
+import shutil
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_relay.bench.processes import build_system_kv, flag_name, flag_value
+from vllm_relay.bench.processes import ProcessDied, build_system_kv, flag_name, flag_value
 from vllm_relay.cli.console import PLAIN, JsonFlag, err, one_line_errors, out
 from vllm_relay.cli.engine import ESCAPE, build_options
 
@@ -101,7 +102,7 @@ def bench(
         asked = _questions(questions, requests * (1 + repeats * len(rates)))
         keys = [key for key in FOUR if without_caching or SYSTEMS[key].caching]
         keys = [key for key in keys if system_kv or not SYSTEMS[key].system_kv]
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-relay-")))
+        folder = stack.enter_context(_logs())
         report = _reporter(console, stack)
         report("reading the tokenizer")
         client, tokenizer = _tokenizer(model, flags)
@@ -134,6 +135,29 @@ def bench(
         out.print_json(data=data)
         return
     gains.show(Console(**PLAIN), "Serving with and without relay (medians of rounds)", rows, bound)
+
+
+@contextmanager
+def _logs() -> Iterator[Path]:
+    """A folder for logs, which stays if something fails; the error names it, and the reason."""
+    folder = Path(tempfile.mkdtemp(prefix="vllm-relay-bench-"))
+    try:
+        yield folder
+    except ProcessDied as error:
+        text = str(error)
+        if "less than one KV block" in text:
+            reason = "the prompt is shorter than one KV block: --no-system-kv leaves files out"
+        else:
+            # vLLM's last words only point at an earlier error
+            told = re.findall(r"\b\w*(?:Error|Exception): (?!Engine core init).+", text)
+            reason = f"{text.partition(':')[0]}: {(told or text.splitlines())[-1]}"
+        raise RuntimeError(f"{reason}; logs: {folder}") from error
+    except (RuntimeError, OSError) as error:
+        raise RuntimeError(f"{error}; logs: {folder}") from error
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _finite(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
