@@ -1,10 +1,10 @@
 """Figures of `bench_attention.py`'s CSVs."""
 
-import csv
 from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import axes_of, close, finish, panels_of, spread
+from benchmarks.reading import PUBLISHED, read
 
 
 def theory(rows: list[dict[str, Any]], path: Path) -> None:
@@ -21,15 +21,14 @@ def theory(rows: list[dict[str, Any]], path: Path) -> None:
         [x["eq_10"] for x in rows if x["caches"] == row["caches"]],
         color="black", linestyle=":", label="eq. 10: reads of memory alone",
     )  # fmt: skip
-    with (Path(__file__).parent / "published.csv").open(newline="") as file:
-        theirs = [
-            x for x in csv.DictReader(file)
-            if x["of"] == "attention of one layer"
-            and int(x["prefix_tokens"]) <= max(y["prefix_tokens"] for y in rows)
-        ]  # fmt: skip
+    longest = max(x["prefix_tokens"] for x in rows)
+    theirs = [
+        x for x in read(PUBLISHED, text=())
+        if x["of"] == "attention of one layer" and x["prefix_tokens"] <= longest
+    ]  # fmt: skip
     axes.plot(
-        [int(x["prefix_tokens"]) for x in theirs],
-        [float(x["vllm"]) / float(x["shared_attention"]) for x in theirs],
+        [x["prefix_tokens"] for x in theirs],
+        [x["vllm"] / x["shared_attention"] for x in theirs],
         color="0.55", marker="s", label=f"the authors' measurement, {theirs[0]['hardware']}",
     )  # fmt: skip
     for caches in dict.fromkeys(x["caches"] for x in rows):

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.reading import Row
 from vllm_relay.bench.systems import SYSTEMS
 
-Row = dict[str, Any]
 WIDTH, HEIGHT = 7.0, 4.2
 COLOURS = dict(zip(SYSTEMS, ("0.55", "C0", "C1", "C3", "black", "C1", "C2"), strict=True))
 

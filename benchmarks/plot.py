@@ -7,44 +7,22 @@ an earlier CSV of the same command, the report says how far the two runs are apa
 """
 
 import argparse
-import csv
 import os
 import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.ceilings import theoretical_speed_up
 from benchmarks.common import ROOT
-from benchmarks.figures import Row
-from benchmarks.sections import SECTIONS, Ratio, Section, shown, table
+from benchmarks.published import published
+from benchmarks.reading import Row, read
+from benchmarks.sections import SECTIONS, Ratio, Section, table
 
-PUBLISHED = Path(__file__).parent / "published.csv"
 # Times vLLM: below it, relay is not said to help.
 HELPS = 1.05
 KINDS = ("one request", "short prefix", "contexts longer than the prefix", "nothing shared")
-# Columns of a CSV that are text, whatever they look like.
-TEXT = ("date", "revision", "command", "vllm", "torch", "vllm_relay", "python")
-
-
-def read(path: Path, text: Sequence[str] = TEXT) -> list[Row]:
-    """Rows of a CSV; what looks like a number is one, but for the columns of text."""
-
-    def value(name: str, cell: str) -> Any:
-        for kind in () if name in text else (int, float):
-            try:
-                return kind(cell)
-            except ValueError:
-                continue
-        return cell
-
-    with path.open(newline="") as file:
-        return [
-            {name: value(name, cell) for name, cell in row.items()} for row in csv.DictReader(file)
-        ]
 
 
 def runs(results: Path, name: str) -> list[Path]:
@@ -103,43 +81,6 @@ def again(section: Section, newest: Sequence[Row], paths: Sequence[Path], output
             "most.\n\n"
         )
     return ""
-
-
-def published() -> str:
-    """What the authors measured, with their hardware."""
-    text = ""
-    rows = read(PUBLISHED, text=())
-    for of in dict.fromkeys(row["of"] for row in rows):
-        mine = [row for row in rows if row["of"] == of]
-        used = [
-            x for x in ("vllm", "vllm_prefix_sharing", "shared_attention", "no_attention")
-            if any(row[x] != "" for row in mine)
-        ]  # fmt: skip
-        first = mine[0]
-        headings = ["hardware", "requests", "prefix tokens"]
-        headings += [
-            f"{x.replace('_', ' ').replace('vllm', 'vLLM')}, {first['unit']}" for x in used
-        ]
-        headings.append("times the better vLLM")
-        theory = first["context_tokens"] != ""
-        cells = []
-        for row in mine:
-            better = min if row["unit"] == "us" else max
-            base = better(row[x] for x in ("vllm", "vllm_prefix_sharing") if row[x] != "")
-            faster = row["shared_attention"] / base
-            line = [row["hardware"], shown(row["requests"]), shown(row["prefix_tokens"])]
-            line += [f"{row[x]:,}" for x in used]
-            line.append(f"{1 / faster if row['unit'] == 'us' else faster:.2f}")
-            if theory:
-                args = (row["requests"], row["prefix_tokens"], row["context_tokens"])
-                line.append(f"{theoretical_speed_up(*args):.2f}")
-            cells.append(line)
-        sources = ", ".join(dict.fromkeys(row["source"] for row in mine))
-        title = of[0].upper() + of[1:] + (f", {first['model']}" if first["model"] else "")
-        text += f"### {title}\n\n"
-        text += table(headings + (["eq. 10"] if theory else []), cells)
-        text += f"\nSource: {sources}.\n\n"
-    return text
 
 
 def write(section: Section, paths: Sequence[Path], output: Path) -> tuple[str, list[Ratio]]:

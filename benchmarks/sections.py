@@ -10,7 +10,6 @@ from typing import Any
 from benchmarks import attention_figures, turns
 from benchmarks.figures import (
     COLOURS,
-    Row,
     axes_of,
     bars,
     by_system,
@@ -19,6 +18,7 @@ from benchmarks.figures import (
     lines,
     spread,
 )
+from benchmarks.reading import Row
 from vllm_relay.bench import gains
 from vllm_relay.bench.systems import SYSTEMS
 
