@@ -40,11 +40,9 @@ def theory(rows: list[dict[str, Any]], path: Path) -> None:
             marker="o", capsize=3, label=f"ours, caches {caches}, {shape}, {row['threads']} thread",
         )  # fmt: skip
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter("{x:,.6g}")
+    axes.xaxis.set_major_formatter("{x:,.6g}")
     axes.axhline(1, color="0.8", linewidth=0.8, zorder=0)
-    finish(figure, axes, path, from_zero=False)
+    finish(figure, axes, path, log=True)
 
 
 def kernels(rows: list[dict[str, Any]], path: Path) -> None:

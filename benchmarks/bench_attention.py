@@ -29,6 +29,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.ceilings import theoretical_speed_up
+from benchmarks.common import ended_in_order
 from benchmarks.engines import KV_BLOCK, Limits, engine_environment
 from benchmarks.random_model import write_random_model
 from benchmarks.turns import make_console, save
@@ -205,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
     if bad := [x for x in args.steps if x < KV_BLOCK or x % KV_BLOCK]:
         parser.error(f"--steps: {bad[0]} is no multiple of {KV_BLOCK}, the tokens of a KV block")
     rows: list[dict[str, Any]] = []
-    with engine_environment(Limits(PREFIX, STEP[0])):
+    with ended_in_order(), engine_environment(Limits(PREFIX, STEP[0])):
         for heads, threads in itertools.product(shapes, args.threads):
             # An engine's threads are what it was started with.
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores[:threads]))

@@ -13,10 +13,10 @@ prefixes) or ``random`` (one). No KV file holds their prefixes, which nobody kno
 import argparse
 import math
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.chat import licence_prompt, questions
-from benchmarks.common import model_path, step
+from benchmarks.common import ended_in_order, model_path, step
 from benchmarks.turns import make_console, save
 from vllm_relay.bench import gains, serving
 from vllm_relay.bench.processes import build_system_kv
@@ -117,8 +117,6 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--systems: a server that skips attention answers nothing")
     if not all(rate > 0 for rate in args.rates):
         parser.error("--rates: each must be more than 0")
-    # A plain SIGTERM would end Python without the clean-up that stops the servers.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = make_console()
     model = args.model or model_path()
     try:
@@ -136,8 +134,10 @@ def main(argv: list[str] | None = None) -> int:
     tokenizer = AutoTokenizer.from_pretrained(model)
     checked = serving.render(tokenizer, system, asked(args.requests, "check"))
     loads = loads_of(system, tokenizer, args)
-    with tempfile.TemporaryDirectory() as name, step(console, "serving") as report:
-        folder = Path(name)
+    with ExitStack() as stack:
+        stack.enter_context(ended_in_order())
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        report = stack.enter_context(step(console, "serving"))
         files = []
         if any(SYSTEMS[key].system_kv for key in keys):
             text = folder / "prompt.txt"

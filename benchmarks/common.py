@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -102,6 +103,19 @@ def write_csv(path: Path, rows: list[dict[str, Any]], prov: dict[str, str]) -> P
             tried += 1
             continue
         return path.parent / name
+
+
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """A SIGTERM ends the body as an exception does: what it has started is stopped.
+
+    By itself Python would end at once, and leave servers and engines behind.
+    """
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

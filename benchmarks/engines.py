@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import OFFLINE, ROOT
+from benchmarks.common import OFFLINE, ROOT, ended_in_order
 from vllm_relay.bench.processes import build
 from vllm_relay.bench.serving import Answer
 from vllm_relay.bench.systems import SYSTEMS, System
@@ -205,6 +205,7 @@ def engines(
     """
     started: dict[str, Engine] = {}
     with ExitStack() as stack:
+        stack.enter_context(ended_in_order())
         stack.enter_context(engine_environment(limits))
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         files: list[str] = []

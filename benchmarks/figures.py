@@ -44,8 +44,16 @@ def close(figure: Any) -> None:
     pyplot.close(figure)
 
 
-def finish(figure: Any, axes: Any, path: Path, *, from_zero: bool = True) -> None:
-    if from_zero:
+def finish(figure: Any, axes: Any, path: Path, *, log: bool = False) -> None:
+    """Write the file; ``log``: where one system would press all others to the floor."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    if log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
         axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize="small")
     figure.savefig(path, dpi=150)
@@ -81,7 +89,8 @@ def lines(rows: Sequence[Row], x: str, path: Path, title: str, x_label: str) -> 
             color=COLOURS[key],
             linestyle="-" if SYSTEMS[key].attention else ":",
         )
-    finish(figure, axes, path)
+    axes.set_xticks(sorted({row[x] for row in rows}))
+    finish(figure, axes, path, log=True)
 
 
 def bars(rows: Sequence[Row], x: str, path: Path, title: str, x_label: str) -> None:

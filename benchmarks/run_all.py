@@ -15,7 +15,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common import ROOT, ended_in_order
 
 
 @dataclass(frozen=True)
@@ -27,34 +29,45 @@ class Run:
     full: str
 
 
-LITTLE_TO_GAIN = "--also 1 8192 64 --also 32 256 64 --also 8 256 2048"
+LITTLE_TO_GAIN = "--also 1 8192 64 --also 32 256 64 --also 4 256 2048"
 RUNS = (
     Run(
         "serving",
-        "--prefix-tokens 3000 --requests 24 --rates 2 4 --seconds 6",
+        "--prefix-tokens 2000 --requests 16 --rates 2 4 --seconds 4",
         "--rates inf 0.5 1 2 4 8",
     ),
     Run("serving", None, "--dataset prefix_repetition --prefix-tokens 2048 --prefixes 2"),
     Run("serving", None, "--dataset random --prefix-tokens 2048"),
     Run(
         "throughput",
-        "--prefix 64 512 2048 --repeats 3",
+        "--prefix 64 2048 --requests 16 --repeats 3",
         "--prefix 64 128 256 512 1024 2048 4096 8192 --mix 64 128 --mix 128 256 --mix 256 512",
     ),
-    Run("fewshot", "--questions 1 --repeats 3", ""),
+    Run("fewshot", "--subjects 12 --examples 0 5 --repeats 3", ""),
     Run(
         "needles",
-        "--document 2048 --questions 1 8 24 --repeats 3",
+        "--document 2048 --questions 1 16 --repeats 3",
         "--document 6144 --questions 1 2 4 8 16 32 64",
     ),
-    Run("tree", "--repeats 3", "--problem 0 256 512 1024 2048 4096"),
+    Run("tree", "--problem 0 2048 --steps 16 --repeats 3", "--problem 0 256 512 1024 2048 4096"),
     Run("attention", "--threads 1", ""),
     Run(
         "decode",
-        f"--shared 8192 2048 0 --repeats 5 --steps 24 {LITTLE_TO_GAIN}",
+        f"--shared 8192 2048 0 --repeats 3 --steps 16 {LITTLE_TO_GAIN}",
         f"--shared 16384 8192 4096 2048 1024 0 {LITTLE_TO_GAIN}",
     ),
 )
+
+
+def status_of(command: list[str]) -> int:
+    """Run it to its end; whatever ends us first lets it end in order."""
+    child = subprocess.Popen(command)
+    try:
+        return child.wait()
+    except BaseException:
+        child.terminate()
+        child.wait()
+        raise
 
 
 def main() -> int:
@@ -73,16 +86,17 @@ def main() -> int:
         begun = time.monotonic()
         script = str(ROOT / "benchmarks" / f"bench_{run.name}.py")
         command = [sys.executable, script, *options.split(), "--save"]
-        if subprocess.run(command, check=False).returncode:
+        if status_of(command):
             failed.append(run.name)
         console.print(f"{run.name}: {time.monotonic() - begun:.0f} s")
     plot = [sys.executable, str(ROOT / "benchmarks" / "plot.py")]
     plot += ["--failed", *dict.fromkeys(failed)] if failed else []
-    status = subprocess.run(plot, check=False).returncode
+    status = status_of(plot)
     if failed:
         console.print(f"[red]failed:[/] {', '.join(failed)}")
     return 1 if failed or status else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with ended_in_order():
+        sys.exit(main())

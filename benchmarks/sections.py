@@ -185,8 +185,15 @@ def serving(rows: list[Row], path: Path) -> str:
         else:  # all at once
             axes.bar([place], middle, yerr=bounds, **style)
             axes.set_xticks([])
-    finish(figure, axes, path)
+    if swept:
+        axes.set_xticks(sorted({row["rate"] for row in swept}))
+        axes.axhline(row["bound_s"], color="0.8", linewidth=0.8, zorder=0)
+    finish(figure, axes, path, log=bool(swept))
     text = table(gains.HEADINGS, map(gains.cells, gains.summary(rows)))
+    text += (
+        f"\nEach server has {row['kv_gib']} GiB for KV: without prefix caching every request fills "
+        "its own part of them, and those for whom there is no room wait.\n"
+    )
     held = [f"- {line}" for line in gains.held_lines(rows, row["bound_s"])]
     if held:
         text += "\nThe highest rate of the sweep up to which latency over tokens stays\n\n"
@@ -337,9 +344,7 @@ SECTIONS = (
     Section(
         "serving", "Interactive serving",
         "Chats under one system prompt: real servers side by side, `vllm bench serve` as the "
-        "client. Latency over tokens is the RelayAttention paper's normalized latency. Each server "
-        "has 2 GiB for KV, unless the CSV's `kv_gib` says otherwise: without prefix caching every "
-        "request fills its share of them.",
+        "client. Latency over tokens is the RelayAttention paper's normalized latency.",
         serving, serving_ratios,
     ),
     Section(
