@@ -54,8 +54,10 @@ def make_cases(tokenizer: Any, args: argparse.Namespace) -> tuple[list[int], lis
     document = document[: places["offset_mapping"][args.document - 1][1]]
     known = [(n, w) for n, w in planted if FACT.format(name=n, word=w).rstrip(". ") in document]
 
-    def chat(asked: str) -> list[int]:
-        (text,) = render(tokenizer, document, [asked])
+    def chat(mark: str, name: str) -> list[int]:
+        (text,) = render(tokenizer, document, [f"({mark}) What is the secret word of {name}?"])
+        # The answer is begun: a small model then knows what is wanted of it.
+        text += FACT.partition("{word}")[0].format(name=name).rstrip()
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def make_case(count: int) -> Case:
@@ -63,10 +65,7 @@ def make_cases(tokenizer: Any, args: argparse.Namespace) -> tuple[list[int], lis
 
         def make_round(number: int) -> Round:
             # Asked otherwise in each round, so that only the document is shared.
-            prompts = [
-                chat(f"({number}, {i}) What is the secret word of {name}?")
-                for i, (name, _) in enumerate(asked)
-            ]
+            prompts = [chat(f"{number}, {i}", name) for i, (name, _) in enumerate(asked)]
             return prompts, [args.steps] * count
 
         def right(answers: list[Answer]) -> int:
@@ -75,7 +74,7 @@ def make_cases(tokenizer: Any, args: argparse.Namespace) -> tuple[list[int], lis
 
         return Case({"document_tokens": args.document, "questions": count}, make_round, right=right)
 
-    first, second = chat("A"), chat("B")
+    first, second = chat("A", "A"), chat("B", "B")
     same = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     return first[:same], [make_case(count) for count in args.questions]
 
