@@ -29,10 +29,10 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.ceilings import theoretical_speed_up
-from benchmarks.common import ended_in_order
-from benchmarks.engines import KV_BLOCK, Limits, engine_environment
+from benchmarks.engines import KV_BLOCK, engine_environment
 from benchmarks.random_model import write_random_model
 from benchmarks.turns import make_console, save
+from vllm_relay.bench.processes import ended_in_order
 
 HEADS = [(16, 16, 128), (32, 8, 128), (9, 3, 64)]
 PREFIX = 8192
@@ -186,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=9, help="of each case")
-    parser.add_argument("--save", action="store_true", help="write a CSV and a plot to results")
+    parser.add_argument("--save", action="store_true", help="write a CSV to benchmarks/results")
     parser.add_argument(
         "--heads", type=int, nargs=3, action="append", metavar=("QUERY", "KV", "SIZE"),
         help="of a model; repeat it for several",
@@ -206,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
     if bad := [x for x in args.steps if x < KV_BLOCK or x % KV_BLOCK]:
         parser.error(f"--steps: {bad[0]} is no multiple of {KV_BLOCK}, the tokens of a KV block")
     rows: list[dict[str, Any]] = []
-    with ended_in_order(), engine_environment(Limits(PREFIX, STEP[0])):
+    with ended_in_order(), engine_environment():
         for heads, threads in itertools.product(shapes, args.threads):
             # An engine's threads are what it was started with.
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores[:threads]))

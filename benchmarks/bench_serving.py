@@ -12,7 +12,6 @@ prefixes) or ``random`` (one). No KV file holds their prefixes, which nobody kno
 
 import argparse
 import math
-import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -25,14 +24,13 @@ from tokenizers import Tokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.chat import licence_prompt, questions
-from benchmarks.common import ended_in_order, model_path, step
+from benchmarks.common import kv_gib, model_path, step
 from benchmarks.turns import make_console, save
 from vllm_relay.bench import gains, serving
-from vllm_relay.bench.processes import build_system_kv
+from vllm_relay.bench.processes import build_system_kv, ended_in_order
 from vllm_relay.bench.systems import FOUR, REFERENCE, SYSTEMS
 
-KV_GIB = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2")
-ENV = {"VLLM_CPU_KVCACHE_SPACE": KV_GIB}
+ENV = {"VLLM_CPU_KVCACHE_SPACE": str(kv_gib())}
 # Tokens of each request after the prefix, of the client's own datasets.
 OWN = 64
 
@@ -152,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
             console.print(f"[red]{error}[/]")
             return 1
     of_all = {"model": model.name, "dataset": args.dataset, "prefix_tokens": args.prefix_tokens}
-    rows = [{**of_all, "bound_s": args.bound, "kv_gib": int(KV_GIB), **row} for row in rows]
+    rows = [{**of_all, "bound_s": args.bound, "kv_gib": kv_gib(), **row} for row in rows]
     title = f"{args.dataset}: a prefix of {args.prefix_tokens:,} tokens (medians of rounds)"
     gains.show(console, title, rows, args.bound)
     largest = max(row["logprob_rms"] for row in rows)

@@ -5,7 +5,6 @@ import os
 import platform
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -32,6 +31,11 @@ def model_path(root: Path = ROOT) -> Path:
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"no model in .models/{MODEL_NAME}: run `make model`")
     return path
+
+
+def kv_gib() -> int:
+    """GiB for the KV cache of each CPU engine that is compared: the user's, else 2."""
+    return int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2"))
 
 
 def _version(distribution: str) -> str:
@@ -103,19 +107,6 @@ def write_csv(path: Path, rows: list[dict[str, Any]], prov: dict[str, str]) -> P
             tried += 1
             continue
         return path.parent / name
-
-
-@contextmanager
-def ended_in_order() -> Iterator[None]:
-    """A SIGTERM ends the body as an exception does: what it has started is stopped.
-
-    By itself Python would end at once, and leave servers and engines behind.
-    """
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import json
 import re
-import signal
 import sys
 import time
 from contextlib import ExitStack
@@ -29,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.chat import ask, first_ttft, licence_prompt, questions
 from benchmarks.common import MODEL_NAME, ROOT, model_path, provenance, step, write_csv
 from benchmarks.demo_tables import Run, csv_rows, show_agreement, show_answers, show_numbers
-from vllm_relay.bench.processes import bench_serve, build_system_kv, serving
+from vllm_relay.bench.processes import bench_serve, build_system_kv, ended_in_order, serving
 from vllm_relay.bench.serving import relay_counters
 
 # `vllm bench serve` says nothing new about the third server: it may take this many seconds there.
@@ -228,8 +227,6 @@ def main() -> int:
     args = parse()
     # Without a terminal rich assumes 80 columns; the speed table needs more.
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
-    # A plain SIGTERM would end Python without the clean-up that stops the server.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = args.keep_logs or ROOT / ".demo" / f"{datetime.now():%Y%m%d-%H%M%S}"
     folder.mkdir(parents=True, exist_ok=True)
     if not args.keep_logs:
@@ -270,4 +267,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with ended_in_order():
+        sys.exit(main())

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import OFFLINE, ROOT, ended_in_order
-from vllm_relay.bench.processes import build
+from benchmarks.common import OFFLINE, ROOT, kv_gib
+from vllm_relay.bench.processes import build, ended_in_order
 from vllm_relay.bench.serving import Answer
 from vllm_relay.bench.systems import SYSTEMS, System
 
@@ -48,15 +48,10 @@ class BenchWorker:
 
 @dataclass(frozen=True)
 class Limits:
-    """What every engine of a run has to hold; ``kv_gib``: unless the user's environment says."""
+    """What every engine of a run has to hold."""
 
     max_model_len: int
     max_num_seqs: int
-    kv_gib: int = 2
-
-    @property
-    def kv_gib_used(self) -> int:
-        return int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", self.kv_gib))
 
 
 @dataclass
@@ -169,11 +164,11 @@ def build_files(
 
 
 @contextmanager
-def engine_environment(limits: Limits) -> Iterator[None]:
+def engine_environment() -> Iterator[None]:
     """Of engines and what they start; as it was before once the body has ended."""
     before = dict(os.environ)
     os.environ.update(OFFLINE)
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(limits.kv_gib_used)
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_gib())
     # Prompts are random: what a model makes of positions that it was not trained for is no matter.
     os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -206,7 +201,7 @@ def engines(
     started: dict[str, Engine] = {}
     with ExitStack() as stack:
         stack.enter_context(ended_in_order())
-        stack.enter_context(engine_environment(limits))
+        stack.enter_context(engine_environment())
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         files: list[str] = []
         # What does not fill a KV block cannot be pinned.

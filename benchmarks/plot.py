@@ -22,7 +22,6 @@ from benchmarks.sections import SECTIONS, Ratio, Section, table
 
 # Times vLLM: below it, relay is not said to help.
 HELPS = 1.05
-KINDS = ("one request", "short prefix", "contexts longer than the prefix", "nothing shared")
 
 
 def runs(results: Path, name: str) -> list[Path]:
@@ -45,10 +44,9 @@ def where_it_does_not_help(ratios: Sequence[tuple[str, Ratio]]) -> str:
         return [name, ratio.case, ratio.system, f"{ratio.times:.2f}", ranged]
 
     text = ""
-    for kind in KINDS:
+    for kind in dict.fromkeys(ratio.kind for _, ratio in ratios if ratio.kind):
         mine = [cells(name, ratio) for name, ratio in ratios if ratio.kind == kind]
-        if mine:
-            text += f"### {kind.capitalize()}\n\n{table(headings, mine)}\n"
+        text += f"### {kind.capitalize()}\n\n{table(headings, mine)}\n"
     others = [
         cells(name, x) for name, x in ratios if not x.kind and (x.times < HELPS or x.least < 1)
     ]

@@ -17,7 +17,8 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import ROOT, ended_in_order
+from benchmarks.common import ROOT
+from vllm_relay.bench.processes import ended_in_order
 
 
 @dataclass(frozen=True)

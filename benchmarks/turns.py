@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import ROOT, provenance, step, write_csv
+from benchmarks.common import ROOT, kv_gib, provenance, step, write_csv
 from benchmarks.engines import Engine, Limits, engines
 from vllm_relay.bench.serving import Answer, Distance, WrongAnswers, distance
 from vllm_relay.bench.systems import REFERENCE, SYSTEMS
@@ -179,7 +179,7 @@ def run(comparison: Comparison, model: Path, repeats: int, keep: bool) -> int:
                     )
                 )
             rows = measure(started, comparison.cases, repeats, console)
-        rows = [{**row, "kv_gib": comparison.limits.kv_gib_used} for row in rows]
+        rows = [{**row, "kv_gib": kv_gib()} for row in rows]
     except WrongAnswers as error:
         console.print(f"[red]{error}[/]")
         return 1

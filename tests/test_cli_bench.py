@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ from rich.console import Console
 from tests.e2e.engine import SMOLLM2, environment
 from vllm_relay.bench import serving
 from vllm_relay.bench.gains import show, summary, sustained
-from vllm_relay.bench.processes import ProcessDied, flag_value
+from vllm_relay.bench.processes import ProcessDied, ended_in_order, flag_value
 from vllm_relay.bench.serving import Distance, WrongAnswers, distance, render
 from vllm_relay.bench.systems import SYSTEMS
 from vllm_relay.cli.bench import _logs
@@ -208,6 +210,17 @@ def test_a_server_that_dies_leaves_its_logs_and_a_reason(told: str, reason: str)
         raise ProcessDied(f"relay ended with status 1:\n{told}")
     assert (folder / "relay.log").read_text() == told and str(folder) in str(raised.value)
     shutil.rmtree(folder)
+
+
+def test_told_to_end_it_stops_what_it_started() -> None:
+    stopped = []
+    with pytest.raises(SystemExit) as raised, ended_in_order():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            stopped.append("servers")
+    assert stopped and raised.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_logs_of_what_went_well_are_not_left() -> None:

@@ -53,6 +53,19 @@ def vllm(*arguments: str) -> list[str]:
 GRACE = (20.0, 10.0)
 
 
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """A SIGTERM ends the body as an exception does: what it has started is stopped.
+
+    By itself Python would end at once, and leave servers and engines behind.
+    """
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 class ProcessDied(RuntimeError):
     """A child process ended on its own; the message holds the end of its log."""
 

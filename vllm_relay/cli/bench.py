@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_relay.bench.processes import ProcessDied, build_system_kv, flag_name, flag_value
+from vllm_relay.bench.processes import (
+    ProcessDied,
+    build_system_kv,
+    ended_in_order,
+    flag_name,
+    flag_value,
+)
 from vllm_relay.cli.console import PLAIN, JsonFlag, err, one_line_errors, out
 from vllm_relay.cli.engine import ESCAPE, build_options
 
@@ -83,7 +89,7 @@ def bench(
 
     flags = [x.removeprefix(ESCAPE) for x in context.args if x != "--"]
     console = Console(**PLAIN, stderr=True)
-    with one_line_errors(), ExitStack() as stack:
+    with one_line_errors(), ended_in_order(), ExitStack() as stack:
         for name in map(flag_name, flags):
             if reason := OURS.get(name.partition(".")[0]):
                 raise ValueError(f"--{name} {reason}: leave it out")
