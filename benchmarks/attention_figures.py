@@ -10,16 +10,16 @@ from benchmarks.reading import PUBLISHED, read
 def theory(rows: list[dict[str, Any]], path: Path) -> None:
     """Measured and predicted speed-up of attention, and what the authors measured."""
     row = rows[0]
-    shape = f"{row['query_heads']}/{row['kv_heads']} heads of {row['head_size']}"
     figure, axes = axes_of(
-        f"Attention of {row['requests']} requests, {row['context_tokens']} tokens of context each",
+        f"{row['requests']} requests with {row['context_tokens']} tokens of context each; ours: "
+        f"{row['query_heads']}/{row['kv_heads']} heads of {row['head_size']}",
         "tokens of the prefix",
-        "times as fast as paged attention (median; least to most)",
+        "times as fast (median; least to most)",
     )
     axes.plot(
         [x["prefix_tokens"] for x in rows if x["caches"] == row["caches"]],
         [x["eq_10"] for x in rows if x["caches"] == row["caches"]],
-        color="black", linestyle=":", label="eq. 10: reads of memory alone",
+        color="black", linestyle=":", label="eq. 10 (reads alone)",
     )  # fmt: skip
     longest = max(x["prefix_tokens"] for x in rows)
     theirs = [
@@ -29,7 +29,7 @@ def theory(rows: list[dict[str, Any]], path: Path) -> None:
     axes.plot(
         [x["prefix_tokens"] for x in theirs],
         [x["vllm"] / x["shared_attention"] for x in theirs],
-        color="0.55", marker="s", label=f"the authors' measurement, {theirs[0]['hardware']}",
+        color="0.55", marker="s", label=f"the authors, {theirs[0]['hardware']}",
     )  # fmt: skip
     for caches in dict.fromkeys(x["caches"] for x in rows):
         mine = [x for x in rows if x["caches"] == caches]
@@ -37,8 +37,15 @@ def theory(rows: list[dict[str, Any]], path: Path) -> None:
             [x["prefix_tokens"] for x in mine],
             [x["times_as_fast_as_vllm"] for x in mine],
             spread(mine, "times_as_fast_as_vllm", "times_min", "times_max"),
-            marker="o", capsize=3, label=f"ours, caches {caches}, {shape}, {row['threads']} thread",
+            marker="o", capsize=3, label=f"relay over vLLM, {caches}",
         )  # fmt: skip
+    mine = [x for x in rows if x["caches"] == row["caches"]]
+    axes.errorbar(
+        [x["prefix_tokens"] for x in mine],
+        [x["by_sharing"] for x in mine],
+        spread(mine, "by_sharing", "by_sharing_min", "by_sharing_max"),
+        marker="^", capsize=3, label=f"by sharing alone, {row['caches']}",
+    )  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:,.6g}")
     axes.axhline(1, color="0.8", linewidth=0.8, zorder=0)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from benchmarks.ceilings import gemm_rate, read_rate
 from vllm_relay.backend import calibrate_native, calibrate_torch
@@ -58,30 +59,24 @@ class AttentionWorker:
             common = probe.step(Shape(rows, 0, longest, queries, 0))
             given = np.array(lens, dtype=np.int32)
             common = common.replace(seq_lens=torch.from_numpy(given))
-            tables = common.block_table_tensor.numpy()
-            plan = RelayPlan(np.zeros(0, dtype=np.int32), (), tables, given)
-            each = np.full(rows, queries, dtype=np.int32)
-            step = make_step(plan, [], np.arange(rows), each, None, probe.impl, probe.dtype)
-            query = probe.query(common)
-            out = torch.empty_like(query)
-
-            def ours() -> torch.Tensor:
-                layer = probe.next_layer()
-                step.run(layer, layer.impl._layout, query, probe.cache(layer), out)
-                return out
-
-            ways = {"vLLM": probe.stock(common), "ours": ours}
+            tables, query = common.block_table_tensor.numpy(), probe.query(common)
+            ways = {"vLLM": probe.stock(common), "ours": _unshared(probe, common)}
             return _measured(ways, probe, _exact(probe, query, tables, given, queries), rounds)
 
     def measure_speed_up(self, rows: int, prefix: int, own: int, rounds: int) -> dict[str, Any]:
-        """Seconds of vLLM's attention and of relay's on whole steps, with caches cold and warm."""
+        """Seconds of vLLM's attention and of relay's on whole steps, with caches cold and warm.
+
+        And of relay's kernels on the same step if nothing were shared: the rest is what sharing
+        brings.
+        """
         with torch.inference_mode():
             probe = self._probed()
             common = probe.step(Shape(rows, prefix, own))
             relay, relayed = probe.relay(common, reads())
             if not relayed:
                 raise ValueError(f"{prefix} tokens are no KV block of {probe.block}")
-            ways = {"vLLM": probe.stock(common), "relay": relay}
+            alone = _unshared(probe, common)
+            ways = {"vLLM": probe.stock(common), "relay": relay, "alone": alone}
             tables, lens = common.block_table_tensor.numpy(), common.seq_lens.numpy()
             exact = _exact(probe, probe.query(common), tables, lens, 1)
             errors = _errors(ways, probe, exact)
@@ -95,6 +90,23 @@ class AttentionWorker:
         if not hasattr(self, "_probe"):
             self._probe = Probe(self)
         return self._probe
+
+
+def _unshared(probe: Probe, common: CommonAttentionMetadata) -> Call:
+    """Relay's context kernel on a step in which each row attends to all of its own blocks."""
+    tables, lens = common.block_table_tensor.numpy(), common.seq_lens.numpy()
+    plan = RelayPlan(np.zeros(0, dtype=np.int32), (), tables, lens)
+    each = np.diff(common.query_start_loc.numpy())
+    step = make_step(plan, [], np.arange(len(lens)), each, None, probe.impl, probe.dtype)
+    query = probe.query(common)
+    out = torch.empty_like(query)
+
+    def ours() -> torch.Tensor:
+        layer = probe.next_layer()
+        step.run(layer, layer.impl._layout, query, probe.cache(layer), out)
+        return out
+
+    return ours
 
 
 def _first(call: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> Call:

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import step
 from benchmarks.engines import Engine, Limits, engines
 from benchmarks.random_model import LAYERS, VOCABULARY, write_random_model
-from benchmarks.turns import Case, Measured, Round, compare, make_console, save
+from benchmarks.turns import Case, Measured, Round, add_options, compare, make_console, save
 
 KEYS = ("stock", "relay", "no-attention")
 
@@ -73,7 +73,7 @@ def row_of(
         "head_size": args.heads[2],
         **case.columns,
         "steps": args.steps,
-        "rounds": args.repeats,
+        "rounds": len(ratios),
         "stock_tok_s": round(stock, 2),
         "relay_tok_s": round(relay, 2),
         "no_attention_tok_s": round(ceiling, 2),
@@ -147,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
         help="also this case",
     )
     parser.add_argument("--steps", type=int, default=48, help="tokens each request produces")
-    parser.add_argument("--repeats", type=int, default=7, help="measured rounds per case")
+    add_options(parser, repeats=7)
     parser.add_argument(
         "--heads",
         type=int,
@@ -160,7 +160,6 @@ def main(argv: list[str] | None = None) -> int:
         "--model", type=Path, help="folder of a real model in place of a random one"
     )
     parser.add_argument("--min-saved-tokens", type=int, help="the setting of that name")
-    parser.add_argument("--save", action="store_true", help="write a CSV to benchmarks/results")
     args = parser.parse_args(argv)
     console = make_console()
     settings = {} if args.min_saved_tokens is None else {"min_saved_tokens": args.min_saved_tokens}
@@ -187,10 +186,10 @@ def main(argv: list[str] | None = None) -> int:
             )
         for case in (make_case(*numbers, args.steps) for numbers in given):
             with step(console, case.title) as report:
-                measured = compare(started, case, args.repeats, report)
+                measured = compare(started, case, args.repeats, args.min_seconds, report)
                 gemm_rate = started["relay"].gemm_rate()
             if measured.wrong():
-                console.print(f"[red]no speed is reported:[/] {measured.distances['relay']}")
+                console.print(f"[red]no speed is reported:[/] {'; '.join(measured.wrong())}")
                 return 1
             rows.append(row_of(measured, case, gemm_rate, args))
     show(console, rows)

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import model_path
 from benchmarks.engines import Limits
-from benchmarks.turns import Case, Comparison, Round, run
+from benchmarks.turns import Case, Comparison, Round, add_options, run
 from vllm_relay.bench.systems import FOUR
 
 SUBJECTS = 57
@@ -83,11 +83,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, help="folder of a model; SmolLM2-135M by default")
     parser.add_argument("--examples", type=int, nargs="+", default=[0, 1, 3, 5])
     parser.add_argument("--subjects", type=int, default=SUBJECTS)
-    parser.add_argument("--questions", type=int, default=4, help="per subject and round")
+    parser.add_argument("--questions", type=int, default=32, help="per subject and round")
     parser.add_argument("--steps", type=int, default=8, help="tokens of each answer")
     parser.add_argument("--at-once", type=int, default=64, help="requests in a step, at most")
-    parser.add_argument("--repeats", type=int, default=3, help="measured rounds per case")
-    parser.add_argument("--save", action="store_true", help="write a CSV to benchmarks/results")
+    add_options(parser, repeats=3)
     args = parser.parse_args(argv)
     model = args.model or model_path()
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -101,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     cases = [make_case(tokenizer, examples, args) for examples in args.examples]
     title, columns = f"{args.subjects} subjects", ("examples", "shared_tokens")
     comparison = Comparison("fewshot", title, columns, FOUR, limits, cases, prefixes)
-    return run(comparison, model, args.repeats, args.save)
+    return run(comparison, model, args)
 
 
 if __name__ == "__main__":

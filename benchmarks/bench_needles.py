@@ -18,8 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import ROOT, model_path
 from benchmarks.engines import Answer, Limits
-from benchmarks.turns import Case, Comparison, Round, run
-from vllm_relay.bench.serving import render
+from benchmarks.turns import Case, Comparison, Round, add_options, run
 from vllm_relay.bench.systems import FOUR
 
 NAMES = (
@@ -53,11 +52,13 @@ def make_cases(tokenizer: Any, args: argparse.Namespace) -> tuple[list[int], lis
         raise SystemExit(f"{args.text} has fewer than {args.document:,} tokens: --document")
     document = document[: places["offset_mapping"][args.document - 1][1]]
     known = [(n, w) for n, w in planted if FACT.format(name=n, word=w).rstrip(". ") in document]
+    if not known:
+        raise SystemExit(f"{args.document:,} tokens of {args.text} hold no fact: --document")
 
-    def chat(mark: str, name: str) -> list[int]:
-        (text,) = render(tokenizer, document, [f"({mark}) What is the secret word of {name}?"])
-        # The answer is begun: a small model then knows what is wanted of it.
-        text += FACT.partition("{word}")[0].format(name=name).rstrip()
+    def ask(mark: str, name: str) -> list[int]:
+        # A sentence to be ended: small models do that better than they answer questions in a chat.
+        begun = FACT.partition("{word}")[0].format(name=name).rstrip()
+        text = f"{document}\n\n({mark}) {begun}"
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def make_case(count: int) -> Case:
@@ -65,7 +66,7 @@ def make_cases(tokenizer: Any, args: argparse.Namespace) -> tuple[list[int], lis
 
         def make_round(number: int) -> Round:
             # Asked otherwise in each round, so that only the document is shared.
-            prompts = [chat(f"{number}, {i}", name) for i, (name, _) in enumerate(asked)]
+            prompts = [ask(f"{number}, {i}", name) for i, (name, _) in enumerate(asked)]
             return prompts, [args.steps] * count
 
         def right(answers: list[Answer]) -> int:
@@ -74,12 +75,12 @@ def make_cases(tokenizer: Any, args: argparse.Namespace) -> tuple[list[int], lis
 
         return Case({"document_tokens": args.document, "questions": count}, make_round, right=right)
 
-    first, second = chat("A", "A"), chat("B", "B")
+    first, second = ask("A", "A"), ask("B", "B")
     same = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     return first[:same], [make_case(count) for count in args.questions]
 
 
-def main(argv: list[str] | None = None) -> int:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="folder of a model; SmolLM2-135M by default")
     parser.add_argument(
@@ -92,9 +93,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--facts", type=int, default=16)
     parser.add_argument("--questions", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=16, help="tokens of each answer")
-    parser.add_argument("--repeats", type=int, default=3, help="measured rounds per case")
-    parser.add_argument("--save", action="store_true", help="write a CSV to benchmarks/results")
-    args = parser.parse_args(argv)
+    add_options(parser, repeats=3)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
     model = args.model or model_path()
     from transformers import AutoTokenizer
 
@@ -104,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     keys = (*FOUR, "no-attention")
     title, columns = f"questions about {args.document:,} tokens", ("questions", "right")
     comparison = Comparison("needles", title, columns, keys, limits, cases, [prefix])
-    return run(comparison, model, args.repeats, args.save)
+    return run(comparison, model, args)
 
 
 if __name__ == "__main__":

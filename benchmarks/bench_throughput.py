@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import model_path
 from benchmarks.engines import Limits
-from benchmarks.turns import Case, Comparison, Round, run
+from benchmarks.turns import Case, Comparison, Round, add_options, run
 from vllm_relay.bench.systems import FOUR
 
 # Log-normal, clipped: medians and spreads of published conversation datasets, shortened so that a
@@ -67,8 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         help="also this fixed mix, with every prefix",
     )
     parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=3, help="measured rounds per case")
-    parser.add_argument("--save", action="store_true", help="write a CSV to benchmarks/results")
+    add_options(parser, repeats=3)
     args = parser.parse_args(argv)
     model = args.model or model_path()
     vocabulary = 2048  # of the tokens that prompts are made of, which every model has
@@ -81,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     title = f"{args.requests} requests at once"
     columns = ("prefix_tokens", "lengths")
     comparison = Comparison("throughput", title, columns, FOUR, limits, cases, prefixes)
-    return run(comparison, model, args.repeats, args.save)
+    return run(comparison, model, args)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.engines import Limits
 from benchmarks.random_model import VOCABULARY, write_random_model
-from benchmarks.turns import Case, Comparison, Round, run
+from benchmarks.turns import Case, Comparison, Round, add_options, run
 
 KEYS = ("stock", "relay-1-level", "relay-2-levels", "no-attention")
 
@@ -59,8 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--own", type=int, default=16, help="tokens that each sample adds")
     parser.add_argument("--steps", type=int, default=24, help="tokens each sample produces")
     parser.add_argument("--heads", type=int, nargs=3, default=[16, 16, 128])
-    parser.add_argument("--repeats", type=int, default=5, help="measured rounds per case")
-    parser.add_argument("--save", action="store_true", help="write a CSV to benchmarks/results")
+    add_options(parser, repeats=5)
     args = parser.parse_args(argv)
     limits = Limits(
         args.examples + max(args.problem) + args.own + args.steps, args.problems * args.samples
@@ -70,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     comparison = Comparison("tree", title, ("problem_tokens",), KEYS, limits, cases)
     with tempfile.TemporaryDirectory() as folder:
         model = write_random_model(Path(folder), *args.heads)
-        return run(comparison, model, args.repeats, args.save)
+        return run(comparison, model, args)
 
 
 if __name__ == "__main__":

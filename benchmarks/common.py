@@ -2,8 +2,6 @@
 
 import csv
 import os
-import platform
-import re
 import shlex
 import subprocess
 import sys
@@ -11,12 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from vllm_relay.bench.provenance import provenance as of_machine
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -38,50 +37,31 @@ def kv_gib() -> int:
     return int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2"))
 
 
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _device() -> str:
-    """Name of the GPU if torch sees one, else of the CPU."""
-    if "+cpu" not in _version("torch"):
-        import torch  # seconds to import: not for a build that knows no GPU
-
-        if torch.cuda.is_available():
-            return torch.cuda.get_device_name()
-    cpuinfo = Path("/proc/cpuinfo")
-    names = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    return names[1].strip() if names else platform.processor() or platform.machine()
-
-
 def _revision() -> str:
-    """Short git revision, `-dirty` if tracked files differ from it, "none" outside a commit."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    """Short git revision, `-dirty` if tracked files differ from it, "none" outside a commit.
+
+    But for the report and its figures, which benchmarks themselves make.
+    """
+    git = ["git", "-C", str(ROOT)]
+    changed = [*git, "diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/REPORT.md"]
     try:
-        done = subprocess.run(git, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            return "none"
+        dirty = subprocess.run([*changed, ":!benchmarks/results"], check=False).returncode
     except FileNotFoundError:  # a machine without git still runs the benchmarks
         return "none"
-    return done.stdout.strip() if done.returncode == 0 else "none"
+    return done.stdout.strip() + ("-dirty" if dirty else "")
 
 
 def provenance() -> dict[str, str]:
     """Where a number comes from: date, device, cores, versions, revision, command."""
     script = Path(sys.argv[0]).resolve()
     shown = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
-    return {
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "device": _device(),
-        "cores": str(len(os.sched_getaffinity(0))),
-        "vllm": _version("vllm"),
-        "torch": _version("torch"),
-        "vllm_relay": _version("vllm-relay"),
-        "python": platform.python_version(),
-        "revision": _revision(),
-        "command": shlex.join(["python", str(shown), *sys.argv[1:]]),
-    }
+    command = shlex.join(["python", str(shown), *sys.argv[1:]])
+    return {**of_machine(), "revision": _revision(), "command": command}
 
 
 def write_csv(path: Path, rows: list[dict[str, Any]], prov: dict[str, str]) -> Path:

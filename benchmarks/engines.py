@@ -5,6 +5,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from benchmarks.common import OFFLINE, ROOT, kv_gib
 from vllm_relay.bench.processes import build, ended_in_order
 from vllm_relay.bench.serving import Answer
-from vllm_relay.bench.systems import SYSTEMS, System
+from vllm_relay.bench.systems import SYSTEMS, System, memory_share
 
 # Tokens of a KV block of the CPU engine.
 KV_BLOCK = 128
@@ -74,7 +75,12 @@ class Engine:
     """One `vllm.LLM`, stepped by hand so that decode steps can be timed apart from prefill."""
 
     def __init__(
-        self, model: Path, system: System, limits: Limits, settings: dict[str, Any] | None = None
+        self,
+        model: Path,
+        system: System,
+        limits: Limits,
+        settings: dict[str, Any] | None = None,
+        share: float | None = None,
     ) -> None:
         from vllm import LLM  # seconds to import: --help should not wait for it
 
@@ -88,6 +94,7 @@ class Engine:
             enforce_eager=True,
             enable_prefix_caching=system.caching,
             worker_extension_cls="benchmarks.engines.BenchWorker",
+            **({} if share is None else {"gpu_memory_utilization": share}),
         )
         if not system.attention:
             assert self._llm.collective_rpc("skip_attention")[0] > 0
@@ -110,7 +117,11 @@ class Engine:
         return float(self._llm.collective_rpc("gemm_rate")[0])
 
     def finish(self, prompts: Sequence[list[int]], lengths: Sequence[int]) -> Finished:
-        """Produce ``lengths[i]`` tokens for each prompt, all submitted at once."""
+        """Produce ``lengths[i]`` tokens for each prompt, all submitted at once.
+
+        Raises:
+            RuntimeError: vLLM ended a request earlier.
+        """
         from vllm import SamplingParams
 
         engine = self._llm.llm_engine
@@ -135,6 +146,11 @@ class Engine:
         ended = time.perf_counter()
         in_order = [o for _, o in sorted(outputs.items(), key=lambda item: int(item[0]))]
         tokens = sum(len(o.token_ids) for o in in_order)
+        if tokens != sum(lengths):
+            asked = max(len(x) + n for x, n in zip(prompts, lengths, strict=True))
+            raise RuntimeError(
+                f"{tokens:,} of {sum(lengths):,} tokens: max_model_len is less than {asked:,}"
+            )
         return Finished(
             ended - started,
             tokens,
@@ -161,6 +177,12 @@ def build_files(
         options += ["--token-ids", str(source)]
     build(model, folder, options, folder / "build.log")
     return sorted(folder.glob("*.relay"))
+
+
+def close(engines: dict[str, Engine]) -> None:
+    """End them all at once: each takes seconds."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(Engine.close, engines.values()))
 
 
 @contextmanager
@@ -210,9 +232,10 @@ def engines(
             report(f"computing the KV of {len(pinned)} prefixes")
             built = build_files(model, pinned, Path(folder), limits.max_model_len)
             files = list(map(str, built))
+        stack.callback(close, started)
         for key in keys:
             report(f"starting: {SYSTEMS[key].label}")
             loaded = {"system_kv": files} if SYSTEMS[key].system_kv else {}
-            started[key] = Engine(model, SYSTEMS[key], limits, {**(settings or {}), **loaded})
-            stack.callback(started[key].close)
+            own = {**(settings or {}), **loaded}
+            started[key] = Engine(model, SYSTEMS[key], limits, own, memory_share(len(keys)))
         yield started

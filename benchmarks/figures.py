@@ -1,5 +1,6 @@
 """How the report's figures look: systems keep their colours, and every point has its spread."""
 
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from benchmarks.reading import Row
 from vllm_relay.bench.systems import SYSTEMS
 
-WIDTH, HEIGHT = 7.0, 4.2
+WIDTH, HEIGHT = 7.0, 4.8
 COLOURS = dict(zip(SYSTEMS, ("0.55", "C0", "C1", "C3", "black", "C1", "C2"), strict=True))
 
 
@@ -55,16 +56,18 @@ def finish(figure: Any, axes: Any, path: Path, *, log: bool = False) -> None:
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, fontsize="small")
+    # Outside: bars and lines leave no corner that is always free.
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize="small")
     figure.savefig(path, dpi=150)
     close(figure)
 
 
 def by_system(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
+    """In the order of `SYSTEMS`, whoever went first."""
+    found: dict[str, list[Row]] = {key: [] for key in SYSTEMS}
     for row in rows:
-        found.setdefault(row["system"], []).append(row)
-    return found
+        found[row["system"]].append(row)
+    return {key: mine for key, mine in found.items() if mine}
 
 
 def spread(rows: Sequence[Row], middle: str, least: str, most: str) -> list[list[float]]:
@@ -72,6 +75,15 @@ def spread(rows: Sequence[Row], middle: str, least: str, most: str) -> list[list
     return [
         [max(0.0, row[middle] - row[least]) for row in rows],
         [max(0.0, row[most] - row[middle]) for row in rows],
+    ]
+
+
+def medians(taken: Sequence[Sequence[float]]) -> tuple[list[float], list[list[float]]]:
+    """Of several series of rounds: their medians, and error bars downwards and upwards."""
+    middle = [statistics.median(x) for x in taken]
+    return middle, [
+        [m - min(x) for m, x in zip(middle, taken, strict=True)],
+        [max(x) - m for m, x in zip(middle, taken, strict=True)],
     ]
 
 

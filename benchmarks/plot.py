@@ -3,7 +3,7 @@
     python benchmarks/plot.py [--results FOLDER] [--output FOLDER]
 
 Nothing is measured here: every number and every figure is of a CSV, which is named. Where there is
-an earlier CSV of the same command, the report says how far the two runs are apart.
+an earlier CSV of the same command, ranges are of both, and the report says how far they are apart.
 """
 
 import argparse
@@ -12,14 +12,22 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import ROOT
-from benchmarks.published import published
+from benchmarks.published import beside
 from benchmarks.reading import Row, read
 from benchmarks.sections import SECTIONS, Ratio, Section, table
 
+# Columns that say what a row is of.
+CASE = (
+    *("system", "examples", "subjects", "questions", "document_tokens", "prefix_tokens", "lengths"),
+    *("examples_tokens", "problem_tokens", "problems", "samples", "requests", "shared_tokens"),
+    *("own_tokens", "part", "case", "way", "query_heads", "kv_heads", "head_size", "threads"),
+    "caches",
+)
 # Times vLLM: below it, relay is not said to help.
 HELPS = 1.05
 
@@ -35,8 +43,8 @@ def relative(path: Path, base: Path) -> str:
 
 
 def where_it_does_not_help(ratios: Sequence[tuple[str, Ratio]]) -> str:
-    """The cases of kinds that have little to gain, whatever was found, and all others that gained
-    nothing."""
+    """Of what was served: cases of kinds that have little to gain, whatever was found, and all
+    others that gained nothing."""
     headings = ["benchmark", "case", "system", "times vLLM", "least to most"]
 
     def cells(name: str, ratio: Ratio) -> list[str]:
@@ -54,36 +62,71 @@ def where_it_does_not_help(ratios: Sequence[tuple[str, Ratio]]) -> str:
     return text + (table(headings, others) if others else "None of those measured here.\n")
 
 
-def again(section: Section, newest: Sequence[Row], paths: Sequence[Path], output: Path) -> str:
-    """How far the newest run and the one before it, of the same command, are apart."""
+def earlier(
+    section: Section, newest: Sequence[Row], paths: Sequence[Path]
+) -> tuple[Path, list[Row]] | None:
+    """Of the run before, of the same command, machine and versions: its CSV and rows."""
+    same = ("command", "device", "cores", "vllm", "torch")
     for path in paths[1:]:
         rows = [row for row in read(path) if section.of(row)]
-        same = ("command", "device", "cores", "vllm", "torch")
-        if not rows or any(rows[0][x] != newest[0][x] for x in same):
-            continue
-        before = {(x.case, x.system): x for x in section.ratios(rows)}
-        pairs = [
-            (x, before[x.case, x.system])
-            for x in section.ratios(list(newest))
-            if (x.case, x.system) in before
-        ]
-        if not pairs:
-            continue
-        apart = [abs(x.times / y.times - 1) for x, y in pairs]
-        overlap = sum(x.least <= y.most and y.least <= x.most for x, y in pairs)
-        return (
-            f"Another run of the same command (revision {rows[0]['revision']}, "
-            f"[CSV]({relative(path, output)})): in {overlap} of "
-            f"{len(pairs)} ratios to vLLM the ranges of the two runs overlap; the medians are "
-            f"{statistics.median(apart):.1%} apart (median of the ratios), {max(apart):.1%} at "
-            "most.\n\n"
-        )
-    return ""
+        if rows and all(rows[0][x] == newest[0][x] for x in same):
+            return path, rows
+    return None
+
+
+def pooled(newest: Sequence[Row], before: Sequence[Row]) -> list[Row]:
+    """The newest rows with the spread of both runs: processes differ more than their rounds do.
+
+    Where rows are single rounds, those of both; else least and most are of both, and medians the
+    newest run's.
+    """
+    if "round" in newest[0]:
+        return [*newest, *({**row, "round": -row["round"]} for row in before)]
+    theirs = {case_of(row): row for row in before}
+    rows = []
+    for row in newest:
+        both = (row, theirs.get(case_of(row), row))
+        known = [x for x in row if all(r.get(x, "") != "" for r in both)]  # older CSVs have less
+        least = {x: min(r[x] for r in both) for x in known if x.endswith("_min")}
+        most = {x: max(r[x] for r in both) for x in known if x.endswith("_max")}
+        rows.append({**row, **least, **most})
+    return rows
+
+
+def case_of(row: Row) -> tuple[Any, ...]:
+    """What was measured, by whom."""
+    return tuple(row.get(x) for x in CASE)
+
+
+def apart(section: Section, newest: Sequence[Row], before: Sequence[Row]) -> str:
+    """How far two runs are apart, in words."""
+    theirs = {(x.case, x.system): x for x in section.ratios(list(before))}
+    mine = section.ratios(list(newest))
+    pairs = [(x, theirs[x.case, x.system]) for x in mine if (x.case, x.system) in theirs]
+    if not pairs:
+        return ""
+    distances = [abs(x.times / y.times - 1) for x, y in pairs]
+    overlap = sum(x.least <= y.most and y.least <= x.most for x, y in pairs)
+    return (
+        f" In {overlap} of {len(pairs)} ratios to vLLM the two runs' own ranges overlap; medians "
+        f"are {statistics.median(distances):.1%} apart (median of the ratios), "
+        f"{max(distances):.1%} at most."
+    )
 
 
 def write(section: Section, paths: Sequence[Path], output: Path) -> tuple[str, list[Ratio]]:
     """A section's Markdown and its ratios; the figure lies beside the newest CSV."""
-    rows = [row for row in read(paths[0]) if section.of(row)]
+    newest = rows = [row for row in read(paths[0]) if section.of(row)]
+    again = ""
+    if found_before := earlier(section, newest, paths):
+        path, before = found_before
+        rows = pooled(newest, before)
+        what = "These are the rounds" if "round" in newest[0] else "Least and most are"
+        again = (
+            f"{what} of this run and of another of the same command (revision "
+            f"{before[0]['revision']}, [CSV]({relative(path, output)}))."
+            f"{apart(section, newest, before)}\n\n"
+        )
     figure = paths[0].with_name(f"{paths[0].stem}{section.suffix}.png")
     found = section.draw(rows, figure)
     row = rows[0]
@@ -94,7 +137,8 @@ def write(section: Section, paths: Sequence[Path], output: Path) -> tuple[str, l
         f"vLLM {row['vllm']}, PyTorch {row['torch']}, revision {row['revision']} "
         f"([CSV]({relative(paths[0], output)})).\n\n"
     )
-    return text + again(section, rows, paths, output), section.ratios(rows)
+    text += again + beside(f"{section.name}{section.suffix}")
+    return text, section.ratios(rows)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -115,7 +159,8 @@ def main(argv: list[str] | None = None) -> int:
         if paths:
             text, found = write(section, paths, args.output)
             sections += text
-            ratios += [(section.name, ratio) for ratio in found]
+            # Attention that is always relayed is nobody's to serve.
+            ratios += [(section.name, x) for x in found if section.name != "attention"]
     if not sections:
         print(f"no CSV of a benchmark in {args.results}")
         return 1
@@ -130,16 +175,19 @@ def main(argv: list[str] | None = None) -> int:
         "Made by `python benchmarks/plot.py` from the CSVs in `results/`, the newest of each "
         "benchmark; `make bench` measures them anew. Systems take turns on the same prompts in "
         'one run. "vLLM" alone is vLLM with prefix caching. Ratios are medians of pairs, with the '
-        "least and the most of the rounds; no speed is shown unless the answers agree. Engines run "
-        "eagerly, without `torch.compile`.\n\n"
+        "least and the most of the rounds; no speed is shown unless the answers agree, and those "
+        "of an engine without attention do not. Engines run eagerly, without `torch.compile`, and "
+        "on a machine with two cores vLLM computes on one. Where the papers' authors published "
+        "what they measured, it stands beside ours: on other hardware, with other models and vLLM "
+        "0.2, only the shape can be compared. Where a command was run twice the ranges are of both "
+        "runs, and how far they were apart is said; of two equal runs with three rounds each, one "
+        "range in ten would not overlap the other.\n\n"
         f"{failed}{sections}"
         "## Where it does not help\n\n"
-        "First the kinds of cases that have little to gain, whatever was measured.\n\n"
-        f"{where_it_does_not_help(ratios)}\n"
-        "## What the papers measured\n\n"
-        "On other hardware, with vLLM 0.2.6 (RelayAttention) and 0.2.7 (Hydragen): what can be "
-        "compared with ours is the shape.\n\n"
-        f"{published().rstrip()}\n"
+        "First the kinds of cases in which sharing has little to gain, whatever was found. Around "
+        "1 nothing was relayed, and both ran vLLM's attention. More than that is what our kernel "
+        "for contexts, which runs in relayed steps, brings beside sharing.\n\n"
+        f"{where_it_does_not_help(ratios).rstrip()}\n"
     )
     print(f"wrote {report.relative_to(ROOT) if report.is_relative_to(ROOT) else report}")
     return 0

@@ -1,43 +1,61 @@
 """What the papers' authors measured: `published.csv`, in words of the report."""
 
+from collections.abc import Sequence
+
 from benchmarks.ceilings import theoretical_speed_up
 from benchmarks.reading import PUBLISHED, Row, read
 from benchmarks.sections import shown, table
 
+# Beside which figure each belongs, and what was measured with.
+BESIDE = {
+    "serving": ("ShareGPT, Poisson arrivals", "vLLM 0.2.6"),
+    "throughput": ("ShareGPT, all at once", "vLLM 0.2.6"),
+    "decode": ("decode, Hydragen", "vLLM 0.2.7"),
+    "attention-theory": ("attention of one layer", "vLLM 0.2.6"),
+}
 
-def published() -> str:
-    """A table per measurement, in Markdown."""
-    rows = read(PUBLISHED, text=())
-    return "".join(
-        measurement(of, [row for row in rows if row["of"] == of])
-        for of in dict.fromkeys(row["of"] for row in rows)
-    )
+
+def beside(figure: str) -> str:
+    """What the authors measured of the same, on their hardware: in Markdown, empty without any."""
+    if figure not in BESIDE:
+        return ""
+    of, version = BESIDE[figure]
+    return measurement([row for row in read(PUBLISHED, text=()) if row["of"] == of], version)
 
 
-def measurement(of: str, rows: list[Row]) -> str:
+def digits(values: Sequence[float]) -> int:
+    """Significant digits, two or three, that a ratio of such values can have."""
+    least = min(len(str(value).replace(".", "").strip("0")) for value in values)
+    return min(3, max(2, least))
+
+
+def measurement(rows: list[Row], version: str) -> str:
     """One of them; where contexts are known, eq. 10 is beside it."""
     unit, model = rows[0]["unit"], rows[0]["model"]
     used = [
         x for x in ("vllm", "vllm_prefix_sharing", "shared_attention", "no_attention")
         if any(row[x] != "" for row in rows)
     ]  # fmt: skip
-    headings = ["hardware", "requests", "prefix tokens"]
+    rates = rows[0]["requests_per_s"] != ""
+    headings = ["hardware", "requests", *(["requests/s"] if rates else []), "prefix tokens"]
     headings += [f"{x.replace('_', ' ').replace('vllm', 'vLLM')}, {unit}" for x in used]
     headings.append("times the better vLLM")
     theory = rows[0]["context_tokens"] != ""
-    less_is_better = unit == "us"
+    less_is_better = unit in ("us", "ms per token")
     cells = []
     for row in rows:
         of_vllm = [row[x] for x in ("vllm", "vllm_prefix_sharing") if row[x] != ""]
         ours = row["shared_attention"]
         times = min(of_vllm) / ours if less_is_better else ours / max(of_vllm)
-        line = [row["hardware"], shown(row["requests"]), shown(row["prefix_tokens"])]
-        line += [*(f"{row[x]:,}" for x in used), f"{times:.2f}"]
+        line = [row["hardware"], shown(row["requests"])]
+        line += [row["requests_per_s"]] if rates else []
+        line += [shown(row["prefix_tokens"]), *(shown(row[x]) for x in used)]
+        line.append(f"{times:.{digits([*of_vllm, ours])}g}")
         if theory:
             given = (row["requests"], row["prefix_tokens"], row["context_tokens"])
             line.append(f"{theoretical_speed_up(*given):.2f}")
         cells.append(line)
     sources = ", ".join(dict.fromkeys(row["source"] for row in rows))
-    title = of[0].upper() + of[1:] + (f", {model}" if model else "")
+    with_what = ", ".join(filter(None, [model, version]))
     text = table(headings + (["eq. 10"] if theory else []), cells)
-    return f"### {title}\n\n{text}\nSource: {sources}.\n\n"
+    return f"The papers' authors, {rows[0]['of']} ({with_what}):\n\n{text}\nSource: {sources}.\n\n"

@@ -34,7 +34,7 @@ LITTLE_TO_GAIN = "--also 1 8192 64 --also 32 256 64 --also 4 256 2048"
 RUNS = (
     Run(
         "serving",
-        "--prefix-tokens 2000 --requests 16 --rates 2 4 --seconds 4",
+        "--prefix-tokens 2000 --requests 16 --rates 2 4 6 --seconds 4",
         "--rates inf 0.5 1 2 4 8",
     ),
     Run("serving", None, "--dataset prefix_repetition --prefix-tokens 2048 --prefixes 2"),
@@ -44,17 +44,17 @@ RUNS = (
         "--prefix 64 2048 --requests 16 --repeats 3",
         "--prefix 64 128 256 512 1024 2048 4096 8192 --mix 64 128 --mix 128 256 --mix 256 512",
     ),
-    Run("fewshot", "--subjects 12 --examples 0 5 --repeats 3", ""),
+    Run("fewshot", "--subjects 2 --examples 0 5 --repeats 3", ""),
     Run(
         "needles",
-        "--document 2048 --questions 1 16 --repeats 3",
+        "--document 2048 --questions 1 16 --repeats 3 --min-seconds 25",
         "--document 6144 --questions 1 2 4 8 16 32 64",
     ),
     Run("tree", "--problem 0 2048 --steps 16 --repeats 3", "--problem 0 256 512 1024 2048 4096"),
     Run("attention", "--threads 1", ""),
     Run(
         "decode",
-        f"--shared 8192 2048 0 --repeats 3 --steps 16 {LITTLE_TO_GAIN}",
+        f"--shared 8192 2048 0 --repeats 3 --min-seconds 15 --steps 16 {LITTLE_TO_GAIN}",
         f"--shared 16384 8192 4096 2048 1024 0 {LITTLE_TO_GAIN}",
     ),
 )
@@ -79,6 +79,7 @@ def main() -> int:
     args = parser.parse_args()
     console = Console(highlight=False)
     failed = []
+    started = time.monotonic()
     for run in RUNS:
         options = run.full if args.full else run.small
         if options is None or run.name not in args.only:
@@ -93,6 +94,7 @@ def main() -> int:
     plot = [sys.executable, str(ROOT / "benchmarks" / "plot.py")]
     plot += ["--failed", *dict.fromkeys(failed)] if failed else []
     status = status_of(plot)
+    console.print(f"all of it: {(time.monotonic() - started) / 60:.1f} minutes")
     if failed:
         console.print(f"[red]failed:[/] {', '.join(failed)}")
     return 1 if failed or status else 0

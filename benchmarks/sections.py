@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import attention_figures, turns
+from benchmarks.ceilings import theoretical_speed_up
 from benchmarks.figures import (
     COLOURS,
     axes_of,
@@ -16,6 +17,7 @@ from benchmarks.figures import (
     finish,
     label,
     lines,
+    medians,
     spread,
 )
 from benchmarks.reading import Row
@@ -68,7 +70,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def shown(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,}" if isinstance(value, (int, float)) else str(value)
 
 
 def kind_of(row: Row) -> str:
@@ -119,7 +121,7 @@ def cases_table(rows: Sequence[Row], columns: Sequence[str]) -> str:
             [
                 *(shown(row[x]) for x in columns),
                 *turns.cells(row),
-                *(row[x] for x in right),
+                *(f"{row[x]} of {row['questions']}" for x in right),
             ]
             for row in rows
         ),
@@ -174,11 +176,7 @@ def serving(rows: list[Row], path: Path) -> str:
     for place, (key, mine) in enumerate(by_system(swept or rows).items()):
         rates = sorted({row["rate"] for row in mine})
         of = [[row["normalized_s"] for row in mine if row["rate"] == rate] for rate in rates]
-        middle = [statistics.median(x) for x in of]
-        bounds = [
-            [m - min(x) for m, x in zip(middle, of, strict=True)],
-            [max(x) - m for m, x in zip(middle, of, strict=True)],
-        ]
+        middle, bounds = medians(of)
         style = {"capsize": 3, "label": label(key), "color": COLOURS[key]}
         if swept:
             axes.errorbar(rates, middle, bounds, marker="o", **style)
@@ -190,13 +188,14 @@ def serving(rows: list[Row], path: Path) -> str:
         axes.axhline(row["bound_s"], color="0.8", linewidth=0.8, zorder=0)
     finish(figure, axes, path, log=bool(swept))
     text = table(gains.HEADINGS, map(gains.cells, gains.summary(rows)))
-    text += (
-        f"\nEach server has {row['kv_gib']} GiB for KV: without prefix caching every request fills "
-        "its own part of them, and those for whom there is no room wait.\n"
-    )
+    text += f"\n{gains.legend(rows)} Who needs twice the bound is not asked for higher rates.\n"
     held = [f"- {line}" for line in gains.held_lines(rows, row["bound_s"])]
     if held:
-        text += "\nThe highest rate of the sweep up to which latency over tokens stays\n\n"
+        seconds = statistics.median(row["requests"] / row["rate"] for row in swept)
+        text += (
+            f"\nThe highest rate of the sweep, each kept up for about {seconds:.0f} s, up to which "
+            "latency over tokens stays\n\n"
+        )
     return text + "\n".join([*held, ""])
 
 
@@ -219,10 +218,21 @@ def attention(rows: list[Row], path: Path) -> str:
     attention_figures.kernels(rows, path)
     least = min(row["threads"] for row in rows)
     return table(
-        ["heads", "case", "way", "ms", "GFLOP/s", "GB/s", "of the matrix product", "of reading"],
+        [
+            "heads",
+            "of",
+            "tokens",
+            "way",
+            "ms",
+            "GFLOP/s",
+            "GB/s",
+            "of the matrix product",
+            "of reading",
+        ],
         (
             [
                 f"{row['query_heads']}/{row['kv_heads']} x {row['head_size']}",
+                row["part"],
                 row["case"],
                 row["way"],
                 f"{row['ms']:.2f}",
@@ -237,23 +247,30 @@ def attention(rows: list[Row], path: Path) -> str:
     )
 
 
+# Columns that eq. 10 is of.
+STEP = ("requests", "prefix_tokens", "context_tokens")
+
+
 def theory(rows: list[Row], path: Path) -> str:
     attention_figures.theory(rows, path)
     return table(
-        ["prefix tokens", "caches", "vLLM, ms", "relay, ms", "times", "least to most", "eq. 10"],
+        ["prefix tokens", "caches", "vLLM, ms", "our kernels, nothing shared, ms", "relay, ms",
+         "times vLLM", "least to most", "by sharing", "eq. 10"],
         (
             [
                 f"{row['prefix_tokens']:,}",
                 row["caches"],
                 f"{row['stock_ms']:.2f}",
+                f"{row['unshared_ms']:.2f}",
                 f"{row['ms']:.2f}",
                 f"{row['times_as_fast_as_vllm']:.2f}",
                 f"{row['times_min']:.2f} to {row['times_max']:.2f}",
-                f"{row['eq_10']:.2f}",
+                f"{row['by_sharing']:.2f}",
+                f"{theoretical_speed_up(*(row[x] for x in STEP)):.2f}",
             ]
             for row in rows
         ),
-    )
+    )  # fmt: skip
 
 
 def theory_ratios(rows: list[Row]) -> list[Ratio]:
@@ -272,7 +289,7 @@ def theory_ratios(rows: list[Row]) -> list[Ratio]:
 
 
 def decode(rows: list[Row], path: Path) -> str:
-    """A step by the length of the prefix, and the least that the prefix's arithmetic adds."""
+    """A step by the length of the prefix, and the least that attention to the prefix adds."""
     usual = (rows[0]["requests"], rows[0]["own_tokens"])
     swept = [row for row in rows if (row["requests"], row["own_tokens"]) == usual]
     swept.sort(key=lambda row: row["shared_tokens"])
@@ -297,18 +314,15 @@ def decode(rows: list[Row], path: Path) -> str:
         )
     bare = [row["no_attention_step_ms"] for row in swept]
     axes.plot(lengths, bare, color="0.6", linestyle="--", label=label("no-attention"))
-    least = [
-        row["relay_step_ms"] + x["prefix_ms_at_gemm_rate"] - row["prefix_ms_at_gemm_rate"]
-        for x in swept
-    ]
+    least = [x["no_attention_step_ms"] + x["prefix_ms_at_gemm_rate"] for x in swept]
     axes.plot(
         lengths, least, color="black", linestyle=":",
-        label="the shortest step, and the prefix's arithmetic\nat the rate of a matrix product",
+        label="… and the prefix as a matrix product",
     )  # fmt: skip
     finish(figure, axes, path)
     return table(
         ["requests", "shared tokens", "own tokens", "vLLM, tokens/s", "relay, tokens/s",
-         "no attention, tokens/s", "times vLLM", "least to most"],
+         "no attention, tokens/s", "times vLLM", "least to most", "steps relayed", "logprob rms"],
         (
             [
                 row["requests"],
@@ -319,6 +333,8 @@ def decode(rows: list[Row], path: Path) -> str:
                 f"{row['no_attention_tok_s']:,.1f}",
                 f"{row['ratio']:.2f}",
                 f"{row['ratio_min']:.2f} to {row['ratio_max']:.2f}",
+                row["steps_relayed"],
+                f"{row['logprob_rms']:.4f}",
             ]
             for row in rows
         ),
@@ -340,11 +356,52 @@ def decode_ratios(rows: list[Row]) -> list[Ratio]:
     ]
 
 
+def system_kv(rows: list[Row], path: Path) -> str:
+    """Time to the first token with and without a file, and what loading it costs."""
+    timed = [row for row in rows if row["ttft_s"] != ""]
+    cases = list(dict.fromkeys(row["what"] for row in timed))
+    of = {
+        (what, file): [r["ttft_s"] for r in timed if (r["what"], r["file"]) == (what, file)]
+        for what in cases
+        for file in ("without", "with")
+    }
+    tokens = timed[0]["tokens"]
+    figure, axes = axes_of(
+        f"A system prompt of {tokens:,} tokens",
+        "",
+        "time to first token, s (median; least to most)",
+    )
+    for place, file in enumerate(("without", "with")):
+        middle, bounds = medians([of[what, file] for what in cases])
+        places = [i + 0.4 * place - 0.2 for i in range(len(cases))]
+        axes.bar(places, middle, 0.4, yerr=bounds, capsize=3, label=f"{file} the file")
+    axes.set_xticks(range(len(cases)), cases)
+    finish(figure, axes, path)
+    text = table(
+        ["time to first token", "without the file", "with it", "ratio"],
+        (
+            [what, f"{without:.2f} s", f"{with_it:.2f} s", f"{with_it / without:.3f}"]
+            for what in cases
+            for without, with_it in [[statistics.median(of[what, x]) for x in ("without", "with")]]
+        ),
+    )
+    loads = [row for row in rows if row["gb_per_s"] != ""]
+    return f"{text}\n" + table(
+        ["a file on one core", "MB", "GB/s"],
+        (
+            [what, f"{mine[0]['mb']:,.0f}", f"{statistics.median(r['gb_per_s'] for r in mine):.1f}"]
+            for what in dict.fromkeys(row["what"] for row in loads)
+            for mine in [[row for row in loads if row["what"] == what]]
+        ),
+    )
+
+
 SECTIONS = (
     Section(
         "serving", "Interactive serving",
         "Chats under one system prompt: real servers side by side, `vllm bench serve` as the "
-        "client. Latency over tokens is the RelayAttention paper's normalized latency.",
+        "client. Latency over tokens is the RelayAttention paper's normalized latency. Where few "
+        "requests run at once nothing is relayed, and a ratio is the machine's noise.",
         serving, serving_ratios,
     ),
     Section(
@@ -359,18 +416,31 @@ SECTIONS = (
         serving, serving_ratios,
     ),
     Section(
+        "system-kv", "Starting with the system prompt in the cache",
+        "`vllm serve` with relay, started with a KV file of the system prompt and without one: the "
+        "first request after a start, and one more after other prompts went round the whole KV "
+        "cache. `make bench` does not measure it.",
+        system_kv, lambda rows: [],
+    ),
+    Section(
         "throughput", "Non-interactive throughput",
-        "All requests at once, by the length of the system prompt.", throughput, case_ratios,
+        "All requests at once, by the length of the system prompt. Relayed steps are those that "
+        "the cost model chose; where there are none, relay runs vLLM's own attention, and a ratio "
+        "is the machine's noise.",
+        throughput, case_ratios,
     ),
     Section(
         "fewshot", "Few-shot prompts of many subjects",
-        "As table 3 of the RelayAttention paper: subjects share their examples, by how many there "
-        "are.",
+        "In shape as table 3 of the RelayAttention paper: the questions on a subject share its "
+        "examples. Prefix caches are emptied before every round; KV files, of all that is shared, "
+        "are made beforehand, which is not in the time. Without examples no file holds anything.",
         fewshot, case_ratios,
     ),
     Section(
         "needles", "Questions about one document",
-        "As Hydragen's document task; without attention nobody can answer, which is the ceiling.",
+        "As Hydragen's document task: facts are planted in a text, and sentences are to be ended "
+        "with them; `right` counts the answers that name the word. Without attention none is; its "
+        "time is the least that any attention kernel could reach.",
         needles, case_ratios,
     ),
     Section(
@@ -379,19 +449,29 @@ SECTIONS = (
     ),
     Section(
         "decode", "Decode steps",
-        "Engines in turns; the dotted line is the arithmetic that no kernel can leave out.",
+        "Engines in turns. The lines below are of an engine that skips attention, and of one that "
+        "would attend to the prefix, and to nothing else, at the rate of a matrix product: what is "
+        "between them and relay is all that is left to gain. Steps that nothing is shared in run "
+        "vLLM's own attention; relayed ones attend to contexts with our kernel, which is faster "
+        "than vLLM's: where prefixes are short or contexts long, part of the gain is that (see the "
+        "next two sections).",
         decode, decode_ratios, "", lambda row: "no_attention_step_ms" in row,
     ),
     Section(
         "attention", "Attention of a whole step, and the theory",
         "vLLM's attention and relay's on the same step, always relayed, with caches flushed before "
-        "every call or warm from the same call. Eq. 10 of the RelayAttention paper counts reads of "
-        "memory and nothing else; where arithmetic takes the time, as on a CPU, less can be had.",
-        theory, theory_ratios, "-theory", lambda row: row.get("part") == "step",
+        "every call or warm from the same call; packed copies of the prefix are made already. With "
+        "short prefixes part of the gain is that our kernels are faster than vLLM's: `by sharing` "
+        "is against our own kernels with nothing shared, and that is what eq. 10 of the "
+        "RelayAttention paper predicts. It counts reads of memory and nothing else; where "
+        "arithmetic takes the time, as with long prefixes on a CPU, less can be had.",
+        theory, theory_ratios, "-theory",
+        lambda row: row.get("part") == "step" and "unshared_ms" in row,
     ),
     Section(
         "attention", "Attention of one layer",
-        "Kernels beside what the machine can do at most, on one thread.", attention,
+        "Kernels beside what the machine can do at most, on one thread: one prefix for all "
+        "requests, or contexts that each has for itself.", attention,
         lambda rows: [], "", lambda row: row.get("part") != "step" and "ms_min" in row,
     ),
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """Systems that take turns on the same prompts: what is measured, checked, shown and kept."""
 
+import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from rich.table import Table
 
 from benchmarks.common import ROOT, kv_gib, provenance, step, write_csv
 from benchmarks.engines import Engine, Limits, engines
-from vllm_relay.bench.serving import Answer, Distance, WrongAnswers, distance
+from vllm_relay.bench.serving import Answer, Distance, WrongAnswers, distance, in_turn
 from vllm_relay.bench.systems import REFERENCE, SYSTEMS
 
 
@@ -36,8 +37,17 @@ class Measured:
         return statistics.median(ratios), min(ratios), max(ratios)
 
     def wrong(self) -> list[str]:
-        """Systems whose answers are not the reference's; no speed of theirs means anything."""
-        return [key for key, found in self.distances.items() if not found.agrees]
+        """What is wrong with the answers, in words; no speed means anything then.
+
+        Of systems that attend, those whose answers are not the reference's. The one that skips
+        attention is the control: where its answers pass, the check sees nothing.
+        """
+        return [
+            f"{SYSTEMS[key].label}: {found}"
+            + ("" if SYSTEMS[key].attention else ": this case's answers do not tell")
+            for key, found in self.distances.items()
+            if found.agrees != SYSTEMS[key].attention
+        ]
 
     def rows(self, **case: Any) -> list[dict[str, Any]]:
         """Of a CSV, one per system."""
@@ -54,9 +64,8 @@ class Measured:
             names = ("times_as_fast_as_stock", "times_min", "times_max")
             ratios = zip(names, self.speed_up(key), strict=True)
             row |= {name: round(value, 4) for name, value in ratios}
-            found = self.distances.get(key)
-            row["logprob_rms"] = round(found.rms, 5) if found else ""
-            row["logprob_worst"] = round(found.worst, 5) if found else ""
+            row["logprob_rms"] = round(self.distances[key].rms, 5)
+            row["logprob_worst"] = round(self.distances[key].worst, 5)
             row["steps_relayed"] = self.counted.get(key, {}).get("steps_relayed", "")
             if self.right:
                 row["right"] = self.right[key]
@@ -64,6 +73,8 @@ class Measured:
         return rows
 
 
+# Of a case, unless more are asked for.
+MOST_ROUNDS = 15
 # Of a round: its prompts and how many tokens each gets.
 Round = tuple[Sequence[list[int]], Sequence[int]]
 
@@ -93,16 +104,26 @@ def compare(
     engines: dict[str, Engine],
     case: Case,
     repeats: int,
+    min_seconds: float = 0,
     report: Callable[[str], None] = lambda doing: None,
 ) -> Measured:
-    """Let the engines, the reference among them, take turns: in one order, then in the other."""
+    """Let the engines, the reference among them, take turns, each first in some round.
+
+    Args:
+        repeats, min_seconds: see `add_options`.
+    """
     measured = Measured()
     before = {key: engine.counters() for key, engine in engines.items()}
-    for number in range(repeats + 1):
+    number, spent = 0, 0.0
+    while number <= repeats or (spent < min_seconds and number <= MOST_ROUNDS):
         prompts, lengths = case.make_round(number)
         answers = {}
-        for key in list(engines) if number % 2 else list(engines)[::-1]:
-            report(f"round {number} of {repeats}: {SYSTEMS[key].label}")
+        for key in in_turn(list(engines), number):
+            report(f"round {number}: {SYSTEMS[key].label}")
+            if not number and not SYSTEMS[key].caching:
+                # A batch of that many, but short: it keeps nothing, and would take the longest.
+                engines[key].finish([prompt[-64:] for prompt in prompts], lengths)
+                continue
             if case.forget:
                 engines[key].forget()
                 # Pinned system KVs are written again before anything is scheduled: not in our time.
@@ -111,15 +132,16 @@ def compare(
             answers[key] = done.answers
             measured.tokens = done.tokens
             if number:
+                spent += done.seconds
                 measured.seconds.setdefault(key, []).append(done.seconds)
                 measured.decode_tok_s.setdefault(key, []).append(done.decode_tok_s)
         if case.right:
             measured.right = {key: case.right(found) for key, found in answers.items()}
-        for key in engines:
-            if SYSTEMS[key].attention:
-                found = distance(answers[key], answers[REFERENCE])
-                before_it = measured.distances.get(key, found)
-                measured.distances[key] = max(before_it, found, key=lambda x: (not x.agrees, x.rms))
+        for key in answers:
+            found = distance(answers[key], answers[REFERENCE])
+            before_it = measured.distances.get(key, found)
+            measured.distances[key] = max(before_it, found, key=lambda x: (not x.agrees, x.rms))
+        number += 1
     for key, engine in engines.items():
         if SYSTEMS[key].relay:
             after = engine.counters()
@@ -130,9 +152,12 @@ def compare(
 
 
 def measure(
-    started: dict[str, Engine], cases: Sequence[Case], repeats: int, console: Console
+    started: dict[str, Engine], cases: Sequence[Case], args: argparse.Namespace, console: Console
 ) -> list[dict[str, Any]]:
     """Rows of a CSV, one per case and system.
+
+    Args:
+        args: the values of `add_options`.
 
     Raises:
         WrongAnswers: a system's answers are not the reference's.
@@ -140,10 +165,9 @@ def measure(
     rows = []
     for case in cases:
         with step(console, case.title) as report:
-            measured = compare(started, case, repeats, report)
+            measured = compare(started, case, args.repeats, args.min_seconds, report)
         if wrong := measured.wrong():
-            which = "; ".join(f"{SYSTEMS[x].label}: {measured.distances[x]}" for x in wrong)
-            raise WrongAnswers(f"{case.title}: {which}; no speed is reported")
+            raise WrongAnswers(f"{case.title}: {'; '.join(wrong)}; no speed is reported")
         rows += measured.rows(**case.columns)
     return rows
 
@@ -166,8 +190,27 @@ class Comparison:
     prefixes: Sequence[Sequence[int]] = ()
 
 
-def run(comparison: Comparison, model: Path, repeats: int, keep: bool) -> int:
-    """Start the engines, measure every case, show and keep what was found: a script's status."""
+def add_options(parser: argparse.ArgumentParser, repeats: int) -> None:
+    """Options that every comparison of engines has."""
+    parser.add_argument(
+        "--repeats", type=int, default=repeats, help="measured rounds per case, at least"
+    )
+    parser.add_argument(
+        "--min-seconds",
+        type=float,
+        default=0,
+        help="more rounds until a case was measured for so long, all systems together; "
+        f"{MOST_ROUNDS} at most",
+    )
+    parser.add_argument("--save", action="store_true", help="write a CSV to benchmarks/results")
+
+
+def run(comparison: Comparison, model: Path, args: argparse.Namespace) -> int:
+    """Start the engines, measure every case, show and keep what was found: a script's status.
+
+    Args:
+        args: the values of `add_options`.
+    """
     console = make_console()
     keys = comparison.keys
     try:
@@ -178,28 +221,36 @@ def run(comparison: Comparison, model: Path, repeats: int, keep: bool) -> int:
                         model, keys, comparison.limits, prefixes=comparison.prefixes, report=report
                     )
                 )
-            rows = measure(started, comparison.cases, repeats, console)
+            rows = measure(started, comparison.cases, args, console)
         rows = [{**row, "kv_gib": kv_gib()} for row in rows]
     except WrongAnswers as error:
         console.print(f"[red]{error}[/]")
         return 1
     show(console, comparison.title, rows, comparison.columns)
-    if keep:
+    if args.save:
         save(console, comparison.name, rows)
     return 0
 
 
 def make_console() -> Console:
     """Without a terminal rich assumes 80 columns; the tables need more."""
-    return Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else 140, highlight=False)
 
 
 # Of the rows that `Measured.rows` makes, in tables of a terminal and of the report.
-HEADINGS = ("system", "seconds", "tokens/s", "times vLLM", "least to most", "logprob rms")
+HEADINGS = (
+    "system",
+    "seconds",
+    "tokens/s",
+    "times vLLM",
+    "least to most",
+    "steps relayed",
+    "logprob rms",
+)
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """Under `HEADINGS`; ``logprob rms`` is empty where nothing could be compared."""
+    """Under `HEADINGS`."""
     distance = row["logprob_rms"]
     return [
         SYSTEMS[row["system"]].label,
@@ -207,6 +258,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{row['tok_s']:,.0f}",
         f"{row['times_as_fast_as_stock']:.2f}",
         f"{row['times_min']:.2f} to {row['times_max']:.2f}",
+        str(row["steps_relayed"]),
         "" if distance == "" else f"{distance:.4f}",
     ]
 

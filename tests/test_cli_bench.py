@@ -8,7 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +21,7 @@ from tests.e2e.engine import SMOLLM2, environment
 from vllm_relay.bench import serving
 from vllm_relay.bench.gains import show, summary, sustained
 from vllm_relay.bench.processes import ProcessDied, ended_in_order, flag_value
-from vllm_relay.bench.serving import Distance, WrongAnswers, distance, render
+from vllm_relay.bench.serving import Distance, Load, WrongAnswers, distance, in_turn, render
 from vllm_relay.bench.systems import SYSTEMS
 from vllm_relay.cli.bench import _logs
 from vllm_relay.cli.engine import build_options
@@ -73,6 +76,7 @@ def row(system: str, rate: float, number: int, normalized: float) -> dict[str, A
         "normalized_s": normalized,
         "ttft_p50_s": 0.5,
         "tpot_p50_s": 0.05,
+        "logprob_rms": 0.02 if system == "relay" else 0.0,
     }
 
 
@@ -104,11 +108,21 @@ def test_the_sustained_rate_is_the_highest_that_holds_the_bound() -> None:
     assert sustained(lucky, 0.2) == {"relay": 1}
 
 
+def test_nobody_is_always_first_or_after_the_same() -> None:
+    for keys in ("ab", "abc", "abcd"):
+        orders = [in_turn(list(keys), number) for number in range(2 * len(keys))]
+        assert all(sorted(order) == list(keys) for order in orders)
+        for place in range(len(keys)):
+            assert sorted(order[place] for order in orders) == sorted(keys * 2)
+    # three rounds of a benchmark
+    assert ["".join(in_turn(list("abcd"), n)) for n in (1, 2, 3)] == ["dcba", "bcda", "adcb"]
+
+
 def test_the_table_of_gains(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         row(system, rate, 1, seconds)
         for rate in (math.inf, 2)
-        for system, seconds in (("stock", 0.2), ("relay", 0.08))
+        for system, seconds in (("relay", 0.08), ("stock", 0.2))
     ]
     show(Console(width=100), "Gains", rows, 0.1)
     printed = capsys.readouterr().out
@@ -126,8 +140,11 @@ def test_the_table_of_gains(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert cells[1] == ["", "relay", "125", "0.500 s", "50.0 ms", "0.0800", "2.50", "2.50 to 2.50"]
     assert cells[2][0] == "2" and len(cells) == 4
-    assert "within 0.1 s per token: vLLM: none of the rates" in printed
-    assert "within 0.1 s per token: relay: 2 requests/s" in printed
+    assert printed.splitlines()[-2:] == [
+        "within 0.1 s per token: vLLM: none of the rates",
+        "within 0.1 s per token: relay: at least 2 requests/s, the highest tried",
+    ]
+    assert "differ from vLLM's by 0.020 nats at most" in printed
 
 
 def test_distance_counts_up_to_where_answers_part() -> None:
@@ -176,6 +193,59 @@ def test_flags_of_the_systems() -> None:
     flags = SYSTEMS["relay-system-kv"].flags(files)
     assert flags[1:3] == ["--attention-backend", "relay"]
     assert flags.count("--additional-config.relay.system_kv+") == 2 and flags[-1] == "b.relay"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "given", "share"),
+    [
+        (False, [], None),
+        (True, [], "0.3"),
+        (True, ["--gpu-memory-utilization", "0.2"], "0.2"),
+        (True, ["--gpu_memory_utilization=0.2"], "0.2"),
+    ],
+)
+def test_servers_share_the_memory_of_a_gpu(
+    gpu: bool, given: list[str], share: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Started(Exception):
+        pass
+
+    def start(model: Path, flags: list[str], log: Path, env: Any) -> None:
+        raise Started(flags)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    monkeypatch.setattr(serving, "started", start)
+    with pytest.raises(Started) as started:
+        serving.compare(
+            tmp_path, ["stock", "relay", "relay-system-kv"], given, [], 1, tmp_path, checked=[]
+        )
+    assert flag_value(started.value.args[0], "gpu-memory-utilization") == share
+
+
+def test_who_cannot_keep_up_is_not_asked_for_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def start(model: Path, flags: list[str], log: Path, env: Any) -> Any:
+        server = SimpleNamespace(key=log.stem, wait_ready=lambda *_: None, text=lambda: "")
+        return nullcontext(server)
+
+    def measure(server: Any, client: Any, load: Load, seed: int, report: Any) -> dict[str, float]:
+        slow = {"stock-no-caching": 0.5, "stock": 0.3, "relay": 0.2}[server.key]
+        return {"completed": 2, "normalized_s": slow}
+
+    monkeypatch.setattr(serving, "started", start)
+    monkeypatch.setattr(serving, "measure", measure)
+    monkeypatch.setattr(
+        serving, "check", lambda servers, *_: dict.fromkeys(servers, Distance(0, 0))
+    )
+    loads = [lambda _, rate=rate: Load(rate, 2, 2) for rate in (math.inf, 1, 2)]
+    keys = ["stock-no-caching", "stock", "relay"]
+    rows = serving.compare(tmp_path, keys, [], loads, 2, tmp_path, checked=[], give_up=0.25)
+    measured = {key: [row["rate"] for row in rows if row["system"] == key] for key in keys}
+    # vLLM itself is what the others are compared with
+    every = [math.inf, 1, 2] * 2
+    assert measured == {"stock-no-caching": [math.inf, 1] * 2, "stock": every, "relay": every}
+    assert all(row["requests"] == 2 for row in rows)
 
 
 @pytest.mark.engine
@@ -235,19 +305,21 @@ def test_logs_of_what_went_well_are_not_left() -> None:
 @pytest.mark.engine
 @pytest.mark.slow
 def test_a_model_and_a_prompt_are_served_with_and_without_relay(tmp_path: Path) -> None:
-    """Two systems of the four: each is a server to start."""
+    """Three systems of the four: each is a server to start."""
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("You are a careful assistant. Answer in one short sentence. " * 25)
     done = run(
         *("--model", SMOLLM2, "--system-prompt", prompt, "--requests", 4, "--tokens", 6),
-        *("--repeats", 1, "--rate", 50, "--bound", 100, "--no-system-kv", "--json"),
+        *("--repeats", 1, "--rate", 50, "--bound", 100, "--json"),
         *("--enforce-eager", "--max-model-len", 1024, "--max-num-seqs", 4),
     )
     shown = json.loads(done.stdout)
-    assert [gain["system"] for gain in shown["gains"]] == ["stock", "relay"]
+    keys = ["stock", "relay", "relay-system-kv"]
+    assert [gain["system"] for gain in shown["gains"]] == keys
     for gain in shown["gains"]:
         assert gain["tokens_per_s"] > 0
-    assert shown["sustained"] == {"stock": 50, "relay": 50}
+    assert shown["sustained"] == dict.fromkeys(keys, 50)
+    assert shown["provenance"]["vllm"] == version("vllm") and shown["provenance"]["device"]
     for found in shown["rows"]:
         assert found["requests"] == 4 and 0 <= found["logprob_rms"] < 0.1
         assert found["ttft_mean_s"] > 0 and found["normalized_s"] > 0

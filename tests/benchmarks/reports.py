@@ -1,9 +1,15 @@
 """What tests of benchmarks ask of CSVs and of the report."""
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks import plot
+import pytest
+from matplotlib import pyplot
+
+from benchmarks import attention_figures, figures, plot
+from vllm_relay.bench.systems import SYSTEMS
 
 
 def read(results: Path, name: str) -> tuple[Path, list[dict[str, str]]]:
@@ -13,9 +19,45 @@ def read(results: Path, name: str) -> tuple[Path, list[dict[str, str]]]:
 
 
 def assert_reported(results: Path, *paths: Path) -> str:
-    """The report shows these CSVs, and has a figure of each."""
+    """The report shows these CSVs, and has a figure of each, in which no text is cut off."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (figures, attention_figures):
+            patch.setattr(module, "close", assert_whole)
+        return _reported(results, paths)
+
+
+def assert_whole(figure: Any) -> None:
+    """Titles, labels of axes and legends lie inside."""
+    figure.canvas.draw()
+    whole = figure.bbox.padded(1)
+    parts = [*figure.legends]
+    for axes in figure.axes:
+        parts += [axes.title, axes.xaxis.label, axes.yaxis.label]
+        parts += [axes.get_legend()] if axes.get_legend() else []
+    for part in parts:
+        box = part.get_window_extent()
+        if box.width:  # there is a text
+            assert whole.containsx(box.x0) and whole.containsx(box.x1), part
+            assert whole.containsy(box.y0) and whole.containsy(box.y1), part
+    pyplot.close(figure)
+
+
+def _reported(results: Path, paths: Sequence[Path]) -> str:
     assert plot.main(["--results", str(results), "--output", str(results)]) == 0
     report = (results / "REPORT.md").read_text()
     for path in paths:
         assert path.name in report and path.with_suffix(".png").stat().st_size > 10_000
     return report
+
+
+def assert_checked(rows: list[dict[str, str]], relayed: bool = True) -> None:
+    """Answers agree, but those of an engine without attention; each relay engine relayed."""
+    for row in rows:
+        right = float(row["logprob_rms"]) < 0.1 and float(row["logprob_worst"]) < 0.5
+        assert right == SYSTEMS[row["system"]].attention
+    if relayed:
+        steps = {row["system"]: 0 for row in rows if SYSTEMS[row["system"]].relay}
+        for row in rows:
+            if row["system"] in steps:
+                steps[row["system"]] += int(row["steps_relayed"])
+        assert steps and all(steps.values()), steps

@@ -58,9 +58,10 @@ def sustained(rows: Sequence[Row], bound: float) -> dict[str, float | None]:
     once have no rate.
     """
     held: dict[str, float | None] = {}
-    for key in dict.fromkeys(row["system"] for row in rows):
-        held[key] = None
+    for key in SYSTEMS:
         mine = [row for row in rows if row["system"] == key and not math.isinf(row["rate"])]
+        if mine:
+            held[key] = None
         for rate in sorted({row["rate"] for row in mine}):
             if statistics.median(x["normalized_s"] for x in mine if x["rate"] == rate) > bound:
                 break
@@ -84,13 +85,24 @@ def cells(gain: Row) -> list[str]:
 
 def held_lines(rows: Sequence[Row], bound: float) -> list[str]:
     """What rate each system sustains, in words; none where no rate was tried."""
-    if all(math.isinf(row["rate"]) for row in rows):
-        return []
-    return [
-        f"within {bound:g} s per token: {SYSTEMS[key].label}: "
-        + ("none of the rates" if rate is None else f"{rate:g} requests/s")
-        for key, rate in sustained(rows, bound).items()
-    ]
+    rates = [row["rate"] for row in rows if not math.isinf(row["rate"])]
+    lines = []
+    for key, rate in sustained(rows, bound).items() if rates else ():
+        held = "none of the rates" if rate is None else f"{rate:g} requests/s"
+        if rate == max(rates):
+            held = f"at least {held}, the highest tried"
+        lines.append(f"within {bound:g} s per token: {SYSTEMS[key].label}: {held}")
+    return lines
+
+
+def legend(rows: Sequence[Row]) -> str:
+    """What the columns of the table are, and how far answers were apart."""
+    largest = max(row["logprob_rms"] for row in rows)
+    return (
+        "TTFT and TPOT: medians of requests; s/token: latency over tokens, mean of requests; times "
+        "vLLM: vLLM's s/token over the system's, same round. Log-probabilities of greedy answers "
+        f"differ from vLLM's by {largest:.3f} nats at most (root mean square of a system's)."
+    )
 
 
 def show(console: Console, title: str, rows: Sequence[Row], bound: float | None = None) -> None:
@@ -106,9 +118,6 @@ def show(console: Console, title: str, rows: Sequence[Row], bound: float | None 
         table.add_row("" if gain["rate"] == last else first, *others)
         last = gain["rate"]
     console.print(table)
-    console.print(
-        "times vLLM: end-to-end latency per token, vLLM's over the system's, same round",
-        soft_wrap=True,
-    )
+    console.print(legend(rows), soft_wrap=True)
     for line in [] if bound is None else held_lines(rows, bound):
         console.print(line, soft_wrap=True)

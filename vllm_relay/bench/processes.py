@@ -184,6 +184,22 @@ class Server(Process):
 
 
 @contextmanager
+def started(
+    model: Path | str, flags: list[str], log: Path, *, env: dict[str, str] | None = None
+) -> Iterator[Server]:
+    """A server for the body, not ready yet; stopped however the body ends."""
+    server = Server(model, flags, log, {**QUIET, **(env or {})})
+    try:
+        yield server
+    except Exception as error:
+        if server.poll() is not None and not isinstance(error, ProcessDied):
+            raise server.died() from error  # the client's error is only the symptom
+        raise
+    finally:
+        server.stop()
+
+
+@contextmanager
 def serving(
     model: Path | str,
     flags: list[str],
@@ -194,17 +210,9 @@ def serving(
     report: Callable[[str], None] = lambda doing: None,
 ) -> Iterator[Server]:
     """A ready server for the body; stopped however the body ends."""
-    server = Server(model, flags, log, {**QUIET, **(env or {})})
-    try:
+    with started(model, flags, log, env=env) as server:
         server.wait_ready(seconds, report)
-        try:
-            yield server
-        except Exception as error:
-            if server.poll() is not None:  # the client's error is only the symptom
-                raise server.died() from error
-            raise
-    finally:
-        server.stop()
+        yield server
 
 
 def bench_serve(

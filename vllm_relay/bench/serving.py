@@ -16,8 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_relay.bench.processes import Server, bench_serve, serving
-from vllm_relay.bench.systems import AGREEMENT, AGREEMENT_OF_ONE, REFERENCE, SYSTEMS
+from vllm_relay.bench.processes import Server, bench_serve, flag_name, started
+from vllm_relay.bench.systems import (
+    AGREEMENT,
+    AGREEMENT_OF_ONE,
+    REFERENCE,
+    SYSTEMS,
+    memory_share,
+)
 
 Report = Callable[[str], None]
 # Tokens of each answer in the check that all systems answer alike.
@@ -111,6 +117,7 @@ def measure(
         )
     ]
     measured = {
+        "completed": found["completed"],
         "requests_per_s": found["request_throughput"],
         "tokens_per_s": found["output_throughput"],
         "normalized_s": statistics.mean(latencies),
@@ -210,6 +217,13 @@ def relay_counters(log: str) -> dict[str, int]:
     return {k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", lines[-1])} if lines else {}
 
 
+def in_turn(keys: Sequence[str], number: int) -> list[str]:
+    """The order of a round: each goes first, and none always after the same other."""
+    first = number // 2 % len(keys)
+    turned = [*keys[first:], *keys[:first]]
+    return turned[::-1] if number % 2 else turned
+
+
 def compare(
     model: Path | str,
     keys: Sequence[str],
@@ -222,14 +236,18 @@ def compare(
     client: dict[str, Any] | None = None,
     files: Sequence[Path] = (),
     env: dict[str, str] | None = None,
+    give_up: float = math.inf,
     report: Report = lambda doing: None,
 ) -> list[dict[str, Any]]:
     """Serve every load with every system, all servers up, one at work at a time.
 
     Args:
-        keys: of `SYSTEMS`. flags: of every server. loads: each makes the requests of a round, the
-            same for all systems. checked: prompts that all have to answer alike. client: options of
-            ``vllm bench serve``. files: system KVs. folder: for logs.
+        keys: of `SYSTEMS`. flags: of every server; on a GPU each gets an equal share of its memory
+            unless they have ``--gpu-memory-utilization``. loads: each makes the requests of a
+            round, the same for all systems. checked: prompts that all have to answer alike.
+            client: options of ``vllm bench serve``. files: system KVs. folder: for logs.
+            give_up: seconds per token; a system that needs more at a rate in the first round is not
+            measured at higher ones (the reference is, and all are with everything at once).
 
     Returns:
         A row per load, round and system; ``server_steps_relayed`` is of a server's whole life.
@@ -239,29 +257,24 @@ def compare(
     """
     rows: list[dict[str, Any]] = []
     servers: dict[str, Server] = {}
+    share = memory_share(len(keys))
+    if share is not None and "gpu-memory-utilization" not in map(flag_name, flags):
+        flags = [*flags, "--gpu-memory-utilization", str(share)]
     with ExitStack() as stack:
         for key in keys:
-            system = SYSTEMS[key]
-
-            def starting(doing: str, label: str = system.label) -> None:
-                report(f"{label}: {doing}")
-
-            servers[key] = stack.enter_context(
-                serving(
-                    model,
-                    [*flags, *system.flags(files)],
-                    folder / f"{key}.log",
-                    env=env,
-                    seconds=READY,
-                    report=starting,
-                )
-            )
+            mine = [*flags, *SYSTEMS[key].flags(files)]
+            servers[key] = stack.enter_context(started(model, mine, folder / f"{key}.log", env=env))
+            if share is not None:  # each looks at what is free of the GPU's memory
+                wait_ready(key, servers[key], report)
+        for key, server in servers.items():
+            wait_ready(key, server, report)
         distances = check(servers, checked, report)
+        highest = dict.fromkeys(keys, math.inf)
         for number in range(1, repeats + 1):
             for index, make in enumerate(loads):
                 load = make(number)
-                order = list(keys) if (number + index) % 2 else list(keys)[::-1]
-                for key in order:
+                able = [x for x in keys if math.isinf(load.rate) or load.rate <= highest[x]]
+                for key in in_turn(able, number + index):
                     label = SYSTEMS[key].label
                     rate = "all at once" if math.isinf(load.rate) else f"{load.rate:g}/s"
                     where = f"round {number} of {repeats}, {label}, {rate}"
@@ -273,17 +286,24 @@ def compare(
                     seed = number * len(loads) + index
                     found = measure(servers[key], client or {}, load, seed, running)
                     row = {"rate": load.rate, "round": number, "system": key}
-                    row |= {"requests": load.requests, "tokens": load.tokens}
+                    row |= {"requests": int(found.pop("completed")), "tokens": load.tokens}
                     row |= {name: round(value, 5) for name, value in found.items()}
                     row["logprob_rms"] = round(distances[key].rms, 5)
                     row["logprob_worst"] = round(distances[key].worst, 5)
                     rows.append(row)
+                    if number == 1 and key != REFERENCE and found["normalized_s"] > give_up:
+                        highest[key] = min(highest[key], load.rate)
     for key, server in servers.items():  # ended: each has logged what it relayed
         relayed = relay_counters(server.text()).get("steps_relayed", 0)
         for row in rows:
             if row["system"] == key:
                 row["server_steps_relayed"] = relayed
     return rows
+
+
+def wait_ready(key: str, server: Server, report: Report) -> None:
+    """Return once it answers, see `Server.wait_ready`."""
+    server.wait_ready(READY, lambda doing: report(f"{SYSTEMS[key].label}: {doing}"))
 
 
 def check(

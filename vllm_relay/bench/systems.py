@@ -53,6 +53,8 @@ SYSTEMS = {
     )
 }
 FOUR = ("stock-no-caching", "stock", "relay", "relay-system-kv")
+# Of a GPU's memory, for all that are up at once.
+GPU_MEMORY = 0.9
 # What the others are compared with.
 REFERENCE = "stock"
 # Root mean square of log-probability differences (nats) between greedy answers, see
@@ -61,3 +63,10 @@ REFERENCE = "stock"
 # computed what it was asked for.
 AGREEMENT = 0.1
 AGREEMENT_OF_ONE = 0.5
+
+
+def memory_share(engines: int) -> float | None:
+    """Of a GPU's memory, for each of so many engines that are up at once; None without a GPU."""
+    import torch
+
+    return round(GPU_MEMORY / engines, 3) if torch.cuda.is_available() else None

@@ -81,10 +81,11 @@ def bench(
 
     Starts real servers, sends all the same requests, in turns, and prints what relay gains. No
     speed is shown unless the answers agree. Any other option is vLLM's own: give those that you
-    serve with. All servers are up at once: each needs its share of the memory (on a GPU
-    --gpu-memory-utilization).
+    serve with. All servers are up at once: on a GPU each gets an equal share of its memory
+    unless you give --gpu-memory-utilization.
     """
     from vllm_relay.bench import gains, serving
+    from vllm_relay.bench.provenance import provenance
     from vllm_relay.bench.systems import FOUR, SYSTEMS
 
     flags = [x.removeprefix(ESCAPE) for x in context.args if x != "--"]
@@ -99,9 +100,7 @@ def bench(
             if not 0 < at < math.inf:
                 raise ValueError(f"--rate is {at:g}: must be requests per second, more than 0")
         if find_spec("pandas") is None:
-            raise ValueError(
-                "`vllm bench serve` needs pandas here: pip install 'vllm-relay[bench]'"
-            )
+            raise ValueError("`vllm bench serve` needs pandas here: pip install pandas")
         prompt = system_prompt.read_text(encoding="utf-8")
         rates = rate or [serving.EVERYTHING_AT_ONCE]
         # The first are for the check; what was asked before would lie in the prefix caches.
@@ -133,14 +132,22 @@ def bench(
             model, keys, flags, loads, repeats, folder,
             checked=prompts[:requests], client=client, files=files, report=report,
         )  # fmt: skip
+    of = provenance()
     if as_json:
         # JSON has no infinity: a rate of null is everything at once
         data: dict[str, Any] = {"gains": _finite(gains.summary(rows)), "rows": _finite(rows)}
+        data["provenance"] = of
         if bound is not None:
             data["sustained"] = gains.sustained(rows, bound)
         out.print_json(data=data)
         return
-    gains.show(Console(**PLAIN), "Serving with and without relay (medians of rounds)", rows, bound)
+    shown = Console(**PLAIN)
+    gains.show(shown, "Serving with and without relay (medians of rounds)", rows, bound)
+    shown.print(
+        f"{of['device']}, {of['cores']} cores; vLLM {of['vllm']}, PyTorch {of['torch']}, "
+        f"vllm-relay {of['vllm_relay']}; {of['date']}",
+        soft_wrap=True,
+    )
 
 
 @contextmanager

@@ -1,0 +1,41 @@
+"""Where a number comes from: date, device, cores, versions."""
+
+import os
+import platform
+import re
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+
+
+def version(distribution: str) -> str:
+    """Of an installed distribution; "not installed" of another."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def device() -> str:
+    """Name of the GPU if torch sees one, else of the CPU."""
+    if "+cpu" not in version("torch"):
+        import torch  # seconds to import: not for a build that knows no GPU
+
+        if torch.cuda.is_available():
+            return torch.cuda.get_device_name()
+    cpuinfo = Path("/proc/cpuinfo")
+    names = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return names[1].strip() if names else platform.processor() or platform.machine()
+
+
+def provenance() -> dict[str, str]:
+    """Of what is measured now, here."""
+    return {
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "device": device(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "vllm": version("vllm"),
+        "torch": version("torch"),
+        "vllm_relay": version("vllm-relay"),
+        "python": platform.python_version(),
+    }
