@@ -223,7 +223,7 @@ def main(argv: list[str] | None = None) -> int:
                 rows += measure(llm, heads, threads, cases, steps, args.rounds, console)
     wrong = [row for row in rows if not float(row["times_vllms_error"]) <= WRONG]
     if wrong:
-        console.print(f"[red]outputs differ, no speed is reported:[/] {wrong[:3]}")
+        console.print(f"[red]outputs differ, no speed is reported:[/] {wrong[:3]}", soft_wrap=True)
         return 1
     show(console, rows)
     if args.save:

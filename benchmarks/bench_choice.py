@@ -179,7 +179,7 @@ def main() -> int:
                 rows.append(row_of(point, measured, args.heads))
     wrong = [row for row in rows if not row["relative_difference"] <= AGREEMENT]
     if wrong or not rows:
-        console.print(f"[red]outputs differ, no speed is reported:[/] {wrong[:3]}")
+        console.print(f"[red]outputs differ, no speed is reported:[/] {wrong[:3]}", soft_wrap=True)
         return 1
     table = Table(title="Attention of a decode step, vLLM's time over relay's", show_header=False)
     for name, value in summary(rows).items():

@@ -189,7 +189,8 @@ def main(argv: list[str] | None = None) -> int:
                 measured = compare(started, case, args.repeats, args.min_seconds, report)
                 gemm_rate = started["relay"].gemm_rate()
             if measured.wrong():
-                console.print(f"[red]no speed is reported:[/] {'; '.join(measured.wrong())}")
+                why = "; ".join(measured.wrong())
+                console.print(f"[red]no speed is reported:[/] {why}", soft_wrap=True)
                 return 1
             rows.append(row_of(measured, case, gemm_rate, args))
     show(console, rows)

@@ -24,13 +24,13 @@ from tokenizers import Tokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.chat import licence_prompt, questions
-from benchmarks.common import kv_gib, model_path, step
+from benchmarks.common import HUGE_PAGES, kv_gib, model_path, step
 from benchmarks.turns import make_console, save
 from vllm_relay.bench import gains, serving
 from vllm_relay.bench.processes import build_system_kv, ended_in_order
 from vllm_relay.bench.systems import FOUR, REFERENCE, SYSTEMS
 
-ENV = {"VLLM_CPU_KVCACHE_SPACE": str(kv_gib())}
+ENV = {"VLLM_CPU_KVCACHE_SPACE": str(kv_gib()), **HUGE_PAGES}
 # Tokens of each request after the prefix, of the client's own datasets.
 OWN = 64
 
@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
                 checked=checked, files=files, env=ENV, give_up=2 * args.bound, report=report,
             )  # fmt: skip
         except serving.WrongAnswers as error:
-            console.print(f"[red]{error}[/]")
+            console.print(f"[red]{error}[/]", soft_wrap=True)
             return 1
     of_all = {"model": model.name, "dataset": args.dataset, "prefix_tokens": args.prefix_tokens}
     rows = [{**of_all, "bound_s": args.bound, "kv_gib": kv_gib(), **row} for row in rows]

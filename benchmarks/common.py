@@ -22,6 +22,9 @@ MODEL_NAME = "SmolLM2-135M-Instruct"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_COLOR": "0"}
 # The models lie on the disk: no child process need ask a hub for them.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Weights and KV caches in huge pages, where the system gives them to who asks. In small ones equal
+# engines differ by where theirs happen to lie, and for as long as they live: no round shows it.
+HUGE_PAGES = {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")}
 
 
 def model_path(root: Path = ROOT) -> Path:

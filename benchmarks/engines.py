@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import OFFLINE, ROOT, kv_gib
+from benchmarks.common import HUGE_PAGES, OFFLINE, ROOT, kv_gib
 from vllm_relay.bench.processes import build, ended_in_order
 from vllm_relay.bench.serving import Answer
 from vllm_relay.bench.systems import SYSTEMS, System, memory_share
@@ -189,7 +189,7 @@ def close(engines: dict[str, Engine]) -> None:
 def engine_environment() -> Iterator[None]:
     """Of engines and what they start; as it was before once the body has ended."""
     before = dict(os.environ)
-    os.environ.update(OFFLINE)
+    os.environ.update(OFFLINE | HUGE_PAGES)
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_gib())
     # Prompts are random: what a model makes of positions that it was not trained for is no matter.
     os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
