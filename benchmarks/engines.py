@@ -232,10 +232,18 @@ def engines(
             report(f"computing the KV of {len(pinned)} prefixes")
             built = build_files(model, pinned, Path(folder), limits.max_model_len)
             files = list(map(str, built))
+        share = memory_share(len(keys))
         stack.callback(close, started)
-        for key in keys:
+
+        def start(key: str) -> None:
             report(f"starting: {SYSTEMS[key].label}")
             loaded = {"system_kv": files} if SYSTEMS[key].system_kv else {}
             own = {**(settings or {}), **loaded}
-            started[key] = Engine(model, SYSTEMS[key], limits, own, memory_share(len(keys)))
-        yield started
+            started[key] = Engine(model, SYSTEMS[key], limits, own, share)
+
+        import vllm.entrypoints.llm  # noqa: F401  by this thread, not by several at once
+
+        # Most of a start is importing, too; but on a GPU each measures the memory it finds free.
+        with ThreadPoolExecutor(len(keys) if share is None else 1) as pool:
+            list(pool.map(start, keys))
+        yield {key: started[key] for key in keys}
