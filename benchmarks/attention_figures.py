@@ -1,13 +1,14 @@
-"""Figures of `bench_attention.py`'s CSVs."""
+"""How `bench_attention.py`'s rows become figures, tables and ratios of the report."""
 
 from pathlib import Path
-from typing import Any
 
+from benchmarks.ceilings import theoretical_speed_up
 from benchmarks.figures import axes_of, close, finish, panels_of, spread
-from benchmarks.reading import PUBLISHED, read
+from benchmarks.reading import PUBLISHED, Row, read
+from benchmarks.tables import Ratio, kind_of, table
 
 
-def theory(rows: list[dict[str, Any]], path: Path) -> None:
+def draw_theory(rows: list[Row], path: Path) -> None:
     """Measured and predicted speed-up of attention, and what the authors measured."""
     row = rows[0]
     figure, axes = axes_of(
@@ -52,7 +53,7 @@ def theory(rows: list[dict[str, Any]], path: Path) -> None:
     finish(figure, axes, path, log=True)
 
 
-def kernels(rows: list[dict[str, Any]], path: Path) -> None:
+def draw_kernels(rows: list[Row], path: Path) -> None:
     """The prefix against the matrix product, contexts against reading, on the fewest threads."""
     least = min(row["threads"] for row in rows)
     parts = [
@@ -94,3 +95,77 @@ def kernels(rows: list[dict[str, Any]], path: Path) -> None:
         axes.legend(frameon=False, fontsize="small", ncols=2)
     figure.savefig(path, dpi=150)
     close(figure)
+
+
+def kernels(rows: list[Row], path: Path) -> str:
+    draw_kernels(rows, path)
+    least = min(row["threads"] for row in rows)
+    return table(
+        [
+            "heads",
+            "of",
+            "tokens",
+            "way",
+            "ms",
+            "GFLOP/s",
+            "GB/s",
+            "of the matrix product",
+            "of reading",
+        ],
+        (
+            [
+                f"{row['query_heads']}/{row['kv_heads']} x {row['head_size']}",
+                row["part"],
+                row["case"],
+                row["way"],
+                f"{row['ms']:.2f}",
+                f"{row['gflop_s']:.0f}",
+                f"{row['gb_s']:.1f}",
+                f"{row['of_gemm']:.0%}",
+                f"{row['of_read']:.0%}",
+            ]
+            for row in rows
+            if row["threads"] == least
+        ),
+    )
+
+
+# Columns that eq. 10 is of.
+STEP = ("requests", "prefix_tokens", "context_tokens")
+
+
+def theory(rows: list[Row], path: Path) -> str:
+    draw_theory(rows, path)
+    return table(
+        ["prefix tokens", "caches", "vLLM, ms", "our kernels, nothing shared, ms", "relay, ms",
+         "times vLLM", "least to most", "by sharing", "eq. 10"],
+        (
+            [
+                f"{row['prefix_tokens']:,}",
+                row["caches"],
+                f"{row['stock_ms']:.2f}",
+                f"{row['unshared_ms']:.2f}",
+                f"{row['ms']:.2f}",
+                f"{row['times_as_fast_as_vllm']:.2f}",
+                f"{row['times_min']:.2f} to {row['times_max']:.2f}",
+                f"{row['by_sharing']:.2f}",
+                f"{theoretical_speed_up(*(row[x] for x in STEP)):.2f}",
+            ]
+            for row in rows
+        ),
+    )  # fmt: skip
+
+
+def theory_ratios(rows: list[Row]) -> list[Ratio]:
+    return [
+        Ratio(
+            f"{row['requests']} requests, {row['prefix_tokens']:,} shared, "
+            f"{row['context_tokens']} own, caches {row['caches']}",
+            kind_of(row),
+            "relay, always",
+            row["times_as_fast_as_vllm"],
+            row["times_min"],
+            row["times_max"],
+        )
+        for row in rows
+    ]

@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import ROOT
 from benchmarks.published import beside
 from benchmarks.reading import Row, read
-from benchmarks.sections import SECTIONS, Ratio, Section, table
+from benchmarks.sections import SECTIONS, Section
+from benchmarks.tables import Ratio, table
 
 # Columns that say what a row is of.
 CASE = (

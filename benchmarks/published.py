@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from benchmarks.ceilings import theoretical_speed_up
 from benchmarks.reading import PUBLISHED, Row, read
-from benchmarks.sections import shown, table
+from benchmarks.tables import shown, table
 
 # Beside which figure each belongs, and what was measured with.
 BESIDE = {
