@@ -178,6 +178,7 @@ def decode(rows: list[Row], path: Path) -> str:
         lengths, least, color="black", linestyle=":",
         label="… and the prefix as a matrix product",
     )  # fmt: skip
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     finish(figure, axes, path)
     return table(
         ["requests", "shared tokens", "own tokens", "vLLM, tokens/s", "relay, tokens/s",
