@@ -31,7 +31,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import step
 from benchmarks.engines import Engine, Limits, engines
 from benchmarks.random_model import LAYERS, VOCABULARY, write_random_model
-from benchmarks.turns import Case, Measured, Round, add_options, compare, make_console, save
+from benchmarks.turns import (
+    Case,
+    Measured,
+    Round,
+    add_options,
+    at_least,
+    compare,
+    make_console,
+    save,
+)
 
 KEYS = ("stock", "relay", "no-attention")
 
@@ -146,7 +155,9 @@ def main(argv: list[str] | None = None) -> int:
         metavar=("REQUESTS", "SHARED", "OWN"),
         help="also this case",
     )
-    parser.add_argument("--steps", type=int, default=48, help="tokens each request produces")
+    parser.add_argument(
+        "--steps", type=at_least(3), default=48, help="tokens each request produces"
+    )
     add_options(parser, repeats=7)
     parser.add_argument(
         "--heads",

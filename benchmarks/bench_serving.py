@@ -13,7 +13,6 @@ prefixes) or ``random`` (one). No KV file holds their prefixes, which nobody kno
 import argparse
 import math
 import sys
-import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.chat import licence_prompt, questions
 from benchmarks.common import HUGE_PAGES, kv_gib, model_path, step
-from benchmarks.turns import make_console, save
+from benchmarks.turns import at_least, make_console, save
 from vllm_relay.bench import gains, serving
-from vllm_relay.bench.processes import build_system_kv, ended_in_order
+from vllm_relay.bench.processes import build_system_kv, ended_in_order, kept_logs
 from vllm_relay.bench.systems import FOUR, REFERENCE, SYSTEMS
 
 ENV = {"VLLM_CPU_KVCACHE_SPACE": str(kv_gib()), **HUGE_PAGES}
@@ -102,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
         help="requests per second; inf: all at once",
     )  # fmt: skip
     parser.add_argument("--seconds", type=float, default=30, help="that a rate is kept up")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=at_least(1), default=3)
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(FOUR))
     parser.add_argument(
         "--bound",
@@ -143,23 +142,23 @@ def main(argv: list[str] | None = None) -> int:
         for prompt in serving.render(tokenizer, text, asked(args.requests, "check")[i::prefixes])
     ]
     loads = loads_of(system, tokenizer, args)
-    with ExitStack() as stack:
-        stack.enter_context(ended_in_order())
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        report = stack.enter_context(step(console, "serving"))
-        files = []
-        if any(SYSTEMS[key].system_kv for key in keys):
-            text = folder / "prompt.txt"
-            text.write_text(system)
-            files = [build_system_kv(model, text, flags, env=ENV, report=report)]
-        try:
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(ended_in_order())
+            report = stack.enter_context(step(console, "serving"))
+            folder = stack.enter_context(kept_logs("vllm-relay-serving-"))
+            files = []
+            if any(SYSTEMS[key].system_kv for key in keys):
+                text = folder / "prompt.txt"
+                text.write_text(system)
+                files = [build_system_kv(model, text, flags, env=ENV, report=report)]
             rows = serving.compare(
                 model, keys, [*flags, "--disable-uvicorn-access-log"], loads, args.repeats, folder,
                 checked=checked, files=files, env=ENV, give_up=2 * args.bound, report=report,
             )  # fmt: skip
-        except serving.WrongAnswers as error:
-            console.print(f"[red]{error}[/]", soft_wrap=True)
-            return 1
+    except RuntimeError as error:
+        console.print(f"[red]{error}[/]", soft_wrap=True)
+        return 1
     of_all = {"model": model.name, "dataset": args.dataset, "prefix_tokens": args.prefix_tokens}
     rows = [{**of_all, "bound_s": args.bound, "kv_gib": kv_gib(), **row} for row in rows]
     title = f"{args.dataset}: a prefix of {args.prefix_tokens:,} tokens (medians of rounds)"

@@ -232,6 +232,9 @@ def engines(
             report(f"computing the KV of {len(pinned)} prefixes")
             built = build_files(model, pinned, Path(folder), limits.max_model_len)
             files = list(map(str, built))
+        # By this thread, not by several at once; and before anything asks for GPUs: it sets how.
+        import vllm.entrypoints.llm  # noqa: F401
+
         share = memory_share(len(keys))
         stack.callback(close, started)
 
@@ -241,9 +244,7 @@ def engines(
             own = {**(settings or {}), **loaded}
             started[key] = Engine(model, SYSTEMS[key], limits, own, share)
 
-        import vllm.entrypoints.llm  # noqa: F401  by this thread, not by several at once
-
-        # Most of a start is importing, too; but on a GPU each measures the memory it finds free.
+        # Most of a start is importing; but on a GPU each measures the memory that it finds free.
         with ThreadPoolExecutor(len(keys) if share is None else 1) as pool:
             list(pool.map(start, keys))
         yield {key: started[key] for key in keys}

@@ -32,8 +32,8 @@ SECTIONS = (
     Section(
         "serving", "Interactive serving",
         "Chats under one system prompt: real servers side by side, `vllm bench serve` as the "
-        "client. Latency over tokens is the RelayAttention paper's normalized latency. Where few "
-        "requests run at once nothing is relayed, and a ratio is the machine's noise.",
+        "client. Latency over tokens is the RelayAttention paper's normalized latency. The lower "
+        "the rate, the fewer requests run at once, and the less there is to share.",
         comparisons.serving, comparisons.serving_ratios,
     ),
     Section(

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import ROOT, kv_gib, provenance, step, write_csv
+from benchmarks.common import HUGE_PAGES, ROOT, kv_gib, provenance, step, write_csv
 from benchmarks.engines import Engine, Limits, engines
 from vllm_relay.bench.serving import Answer, Distance, WrongAnswers, distance, in_turn
 from vllm_relay.bench.systems import REFERENCE, SYSTEMS
@@ -107,7 +107,7 @@ def compare(
     min_seconds: float = 0,
     report: Callable[[str], None] = lambda doing: None,
 ) -> Measured:
-    """Let the engines, the reference among them, take turns, each first in some round.
+    """Let the engines, the reference among them, take turns, see `in_turn`.
 
     Args:
         repeats, min_seconds: see `add_options`.
@@ -190,10 +190,21 @@ class Comparison:
     prefixes: Sequence[Sequence[int]] = ()
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """Of an option's value, for argparse."""
+
+    def integer(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        return int(text)
+
+    return integer
+
+
 def add_options(parser: argparse.ArgumentParser, repeats: int) -> None:
     """Options that every comparison of engines has."""
     parser.add_argument(
-        "--repeats", type=int, default=repeats, help="measured rounds per case, at least"
+        "--repeats", type=at_least(1), default=repeats, help="measured rounds per case, at least"
     )
     parser.add_argument(
         "--min-seconds",
@@ -282,7 +293,8 @@ def show(
 
 
 def save(console: Console, name: str, rows: list[dict[str, Any]]) -> Path:
-    """Write a CSV to benchmarks/results, with provenance."""
-    path = write_csv(ROOT / "benchmarks" / "results" / f"{name}.csv", rows, provenance())
+    """Write a CSV to benchmarks/results, with provenance and the C library's settings."""
+    of = provenance() | {name.lower(): value for name, value in HUGE_PAGES.items()}
+    path = write_csv(ROOT / "benchmarks" / "results" / f"{name}.csv", rows, of)
     console.print(f"wrote {path.relative_to(ROOT)}")
     return path

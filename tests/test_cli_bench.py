@@ -20,10 +20,10 @@ from rich.console import Console
 from tests.e2e.engine import SMOLLM2, environment
 from vllm_relay.bench import serving
 from vllm_relay.bench.gains import show, summary, sustained
-from vllm_relay.bench.processes import ProcessDied, ended_in_order, flag_value
+from vllm_relay.bench.processes import ProcessDied, ended_in_order, flag_value, free_port, kept_logs
 from vllm_relay.bench.serving import Distance, Load, WrongAnswers, distance, in_turn, render
 from vllm_relay.bench.systems import SYSTEMS
-from vllm_relay.cli.bench import _logs
+from vllm_relay.cli.bench import HINTS
 from vllm_relay.cli.engine import build_options
 
 
@@ -114,8 +114,11 @@ def test_nobody_is_always_first_or_after_the_same() -> None:
         assert all(sorted(order) == list(keys) for order in orders)
         for place in range(len(keys)):
             assert sorted(order[place] for order in orders) == sorted(keys * 2)
-    # three rounds of a benchmark
-    assert ["".join(in_turn(list("abcd"), n)) for n in (1, 2, 3)] == ["dcba", "bcda", "adcb"]
+        for key in keys:
+            before = {order[order.index(key) - 1] for order in orders if order[0] != key}
+            assert len(before) > 1 or len(keys) == 2
+    orders = ["".join(in_turn(list("abcd"), number)) for number in range(4)]
+    assert orders == ["abcd", "badc", "cdab", "dcba"]
 
 
 def test_the_table_of_gains(capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,11 +278,18 @@ def test_prompts_are_rendered_as_the_server_would() -> None:
     ],
 )
 def test_a_server_that_dies_leaves_its_logs_and_a_reason(told: str, reason: str) -> None:
-    with pytest.raises(RuntimeError, match=re.escape(reason)) as raised, _logs() as folder:
+    with (
+        pytest.raises(RuntimeError, match=re.escape(reason)) as raised,
+        kept_logs("bench-", HINTS) as folder,
+    ):
         (folder / "relay.log").write_text(told)
         raise ProcessDied(f"relay ended with status 1:\n{told}")
     assert (folder / "relay.log").read_text() == told and str(folder) in str(raised.value)
     shutil.rmtree(folder)
+
+
+def test_no_port_is_told_twice() -> None:
+    assert len({free_port() for _ in range(50)}) == 50
 
 
 def test_told_to_end_it_stops_what_it_started() -> None:
@@ -294,10 +304,10 @@ def test_told_to_end_it_stops_what_it_started() -> None:
 
 
 def test_logs_of_what_went_well_are_not_left() -> None:
-    with _logs() as folder:
+    with kept_logs("bench-", HINTS) as folder:
         pass
     assert not folder.exists()
-    with pytest.raises(ValueError), _logs() as folder:
+    with pytest.raises(ValueError), kept_logs("bench-", HINTS) as folder:
         raise ValueError("bad input")
     assert not folder.exists()
 

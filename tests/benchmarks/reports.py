@@ -50,14 +50,13 @@ def _reported(results: Path, paths: Sequence[Path]) -> str:
     return report
 
 
-def assert_checked(rows: list[dict[str, str]], relayed: bool = True) -> None:
+def assert_checked(rows: list[dict[str, str]]) -> None:
     """Answers agree, but those of an engine without attention; each relay engine relayed."""
     for row in rows:
         right = float(row["logprob_rms"]) < 0.1 and float(row["logprob_worst"]) < 0.5
         assert right == SYSTEMS[row["system"]].attention
-    if relayed:
-        steps = {row["system"]: 0 for row in rows if SYSTEMS[row["system"]].relay}
-        for row in rows:
-            if row["system"] in steps:
-                steps[row["system"]] += int(row["steps_relayed"])
-        assert steps and all(steps.values()), steps
+    steps = {row["system"]: 0 for row in rows if SYSTEMS[row["system"]].relay}
+    for row in rows:
+        if row["system"] in steps:
+            steps[row["system"]] += int(row["steps_relayed"])
+    assert steps and all(steps.values()), steps

@@ -1,8 +1,10 @@
 """The benchmarks that compare systems, each once, tiny, on real engines that are started once."""
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from benchmarks import (
 from benchmarks.engines import Engine, Limits
 from tests.benchmarks.reports import assert_checked, assert_reported, read
 from tests.e2e.engine import SMOLLM2
-from vllm_relay.bench.systems import FOUR
+from vllm_relay.bench.systems import FOUR, System
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 PREFIX = list(range(1000, 1300))
@@ -177,7 +179,9 @@ def test_an_engine_forgets_its_prefix_cache_but_not_a_file(started: dict[str, En
         assert (again, engine.finish([prompt], [1]).cached) == kept, key
 
 
-def test_a_short_case_gets_more_rounds(started: dict[str, Engine]) -> None:
+def test_a_short_case_gets_more_rounds(
+    started: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
 
     def make_round(number: int) -> turns.Round:
@@ -191,9 +195,34 @@ def test_a_short_case_gets_more_rounds(started: dict[str, Engine]) -> None:
         rows = turns.compare(both, case, 2, min_seconds).rows()
         assert [row["rounds"] for row in rows] == [rounds] * 2
         assert asked == list(range(rounds + 1))  # and one that warms up
-    # so long that two rounds are too few and fifteen too many
-    seconds = 8 * max(row["seconds"] for row in rows)
-    assert 2 < turns.compare(both, case, 2, seconds).rows()[0]["rounds"] < turns.MOST_ROUNDS
+    finish = Engine.finish
+    monkeypatch.setattr(Engine, "finish", lambda *given: replace(finish(*given), seconds=0.25))
+    assert turns.compare(both, case, 2, 2.0).rows()[0]["rounds"] == 4
+
+
+def test_engines_that_are_up_are_closed_when_another_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed = []
+
+    class Started:
+        def __init__(self, model: Path, system: System, *_: Any) -> None:
+            if system.relay:
+                raise ValueError(f"no {system.label}")
+            self.system = system
+
+        def close(self) -> None:
+            closed.append(self.system.label)
+
+    monkeypatch.setattr(engines, "Engine", Started)
+    before = dict(os.environ)
+    keys = ("stock", "relay", "no-attention")
+    with (
+        pytest.raises(ValueError, match="no relay"),
+        engines.engines(SMOLLM2, keys, Limits(8, 1)),
+    ):
+        pass
+    assert sorted(closed) == ["no attention at all", "vLLM"] and dict(os.environ) == before
 
 
 def test_requests_that_do_not_fit_are_refused(started: dict[str, Engine]) -> None:

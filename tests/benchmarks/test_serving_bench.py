@@ -19,6 +19,7 @@ def test_wrong_answers_give_no_speed(
         raise WrongAnswers("relay does not answer as vLLM does; no speed is reported")
 
     monkeypatch.setattr(bench_serving.serving, "compare", compare)
+    monkeypatch.setattr("tempfile.tempdir", str(results))  # logs stay
     options = "--prefix-tokens 300 --systems stock relay --save --model"
     assert bench_serving.main([*options.split(), str(model)]) == 1
     printed = capsys.readouterr().out

@@ -12,9 +12,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 def test_one_level_and_two_are_measured(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    options = "--examples 256 --problem 0 256 --problems 2 --samples 3 --steps 3 --heads 16 4 128"
+    options = "--examples 1024 --problem 0 256 --problems 2 --samples 4 --steps 3 --heads 16 16 128"
     assert bench_tree.main([*options.split(), "--repeats", "1", "--save"]) == 0
     path, rows = read(results, "tree")
     assert len(rows) == 2 * 4 and {row["problem_tokens"] for row in rows} == {"0", "256"}
-    assert_checked(rows, relayed=False)
+    assert_checked(rows)
     assert_reported(results, path)

@@ -85,11 +85,11 @@ def cells(gain: Row) -> list[str]:
 
 def held_lines(rows: Sequence[Row], bound: float) -> list[str]:
     """What rate each system sustains, in words; none where no rate was tried."""
-    rates = [row["rate"] for row in rows if not math.isinf(row["rate"])]
     lines = []
-    for key, rate in sustained(rows, bound).items() if rates else ():
+    for key, rate in sustained(rows, bound).items():
         held = "none of the rates" if rate is None else f"{rate:g} requests/s"
-        if rate == max(rates):
+        tried = {row["rate"] for row in rows if row["system"] == key} - {math.inf}
+        if rate == max(tried):
             held = f"at least {held}, the highest tried"
         lines.append(f"within {bound:g} s per token: {SYSTEMS[key].label}: {held}")
     return lines

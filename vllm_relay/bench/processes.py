@@ -3,14 +3,16 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -32,11 +34,19 @@ PHASES = (
 )
 
 
+# Ports that servers of this process were told, and may not listen on yet.
+_told: set[int] = set()
+
+
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nobody listens on now, another one each time."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if port not in _told:
+            _told.add(port)
+            return port
 
 
 def beside_python(program: str, *arguments: str) -> list[str]:
@@ -68,6 +78,31 @@ def ended_in_order() -> Iterator[None]:
 
 class ProcessDied(RuntimeError):
     """A child process ended on its own; the message holds the end of its log."""
+
+
+@contextmanager
+def kept_logs(prefix: str, hints: Mapping[str, str] | None = None) -> Iterator[Path]:
+    """A folder for logs, which stays if something fails; the error names it, and the reason.
+
+    Args:
+        prefix: of its name. hints: by what is in the log of a child that died, what to say of it.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    try:
+        yield folder
+    except ProcessDied as error:
+        text = str(error)
+        # vLLM's last words only point at an earlier error
+        told = re.findall(r"\b\w*(?:Error|Exception): (?!Engine core init).+", text)
+        reason = f"{text.partition(':')[0]}: {(told or text.splitlines())[-1]}"
+        reason = next((said for sign, said in (hints or {}).items() if sign in text), reason)
+        raise RuntimeError(f"{reason}; logs: {folder}") from error
+    except (RuntimeError, OSError) as error:
+        raise RuntimeError(f"{error}; logs: {folder}") from error
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 class Process:

@@ -218,10 +218,12 @@ def relay_counters(log: str) -> dict[str, int]:
 
 
 def in_turn(keys: Sequence[str], number: int) -> list[str]:
-    """The order of a round: each goes first, and none always after the same other."""
-    first = number // 2 % len(keys)
-    turned = [*keys[first:], *keys[:first]]
-    return turned[::-1] if number % 2 else turned
+    """The order of a round: in so many rounds as there are keys each has each place once.
+
+    Two rounds for each key where they are odd. None always follows the same other.
+    """
+    forward = -1 if number % 2 else 1
+    return [keys[(number + forward * place) % len(keys)] for place in range(len(keys))]
 
 
 def compare(

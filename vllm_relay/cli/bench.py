@@ -2,10 +2,8 @@
 
 import math
 import re
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,11 +12,11 @@ import typer
 from rich.console import Console
 
 from vllm_relay.bench.processes import (
-    ProcessDied,
     build_system_kv,
     ended_in_order,
     flag_name,
     flag_value,
+    kept_logs,
 )
 from vllm_relay.cli.console import PLAIN, JsonFlag, err, one_line_errors, out
 from vllm_relay.cli.engine import ESCAPE, build_options
@@ -26,6 +24,11 @@ from vllm_relay.cli.engine import ESCAPE, build_options
 if TYPE_CHECKING:
     from vllm_relay.bench.serving import Load
 
+# What in a log has a remedy here.
+HINTS = {
+    "less than one KV block": "the prompt is shorter than one KV block: --no-system-kv leaves "
+    "files out"
+}
 # Options of `vllm serve` that are not the user's here.
 OURS = {
     "attention-backend": "is what is compared",
@@ -107,7 +110,7 @@ def bench(
         asked = _questions(questions, requests * (1 + repeats * len(rates)))
         keys = [key for key in FOUR if without_caching or SYSTEMS[key].caching]
         keys = [key for key in keys if system_kv or not SYSTEMS[key].system_kv]
-        folder = stack.enter_context(_logs())
+        folder = stack.enter_context(kept_logs("vllm-relay-bench-", HINTS))
         report = _reporter(console, stack)
         report("reading the tokenizer")
         client, tokenizer = _tokenizer(model, flags)
@@ -148,29 +151,6 @@ def bench(
         f"vllm-relay {of['vllm_relay']}; {of['date']}",
         soft_wrap=True,
     )
-
-
-@contextmanager
-def _logs() -> Iterator[Path]:
-    """A folder for logs, which stays if something fails; the error names it, and the reason."""
-    folder = Path(tempfile.mkdtemp(prefix="vllm-relay-bench-"))
-    try:
-        yield folder
-    except ProcessDied as error:
-        text = str(error)
-        if "less than one KV block" in text:
-            reason = "the prompt is shorter than one KV block: --no-system-kv leaves files out"
-        else:
-            # vLLM's last words only point at an earlier error
-            told = re.findall(r"\b\w*(?:Error|Exception): (?!Engine core init).+", text)
-            reason = f"{text.partition(':')[0]}: {(told or text.splitlines())[-1]}"
-        raise RuntimeError(f"{reason}; logs: {folder}") from error
-    except (RuntimeError, OSError) as error:
-        raise RuntimeError(f"{error}; logs: {folder}") from error
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _finite(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
