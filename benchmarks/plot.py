@@ -2,8 +2,8 @@
 
     python benchmarks/plot.py [--results FOLDER] [--output FOLDER]
 
-Nothing is measured here: every number and every figure is of a CSV, which is named. Where there is
-an earlier CSV of the same command, ranges are of both, and the report says how far they are apart.
+Nothing is measured here: every number and every figure is of a CSV, which is named. Where there are
+earlier CSVs of the same command, ranges are of all, and the report says how far they are apart.
 """
 
 import argparse
@@ -65,31 +65,33 @@ def where_it_does_not_help(ratios: Sequence[tuple[str, Ratio]]) -> str:
 
 def earlier(
     section: Section, newest: Sequence[Row], paths: Sequence[Path]
-) -> tuple[Path, list[Row]] | None:
-    """Of the run before, of the same command, machine and versions: its CSV and rows."""
+) -> list[tuple[Path, list[Row]]]:
+    """The runs before of the same command, machine and versions: CSVs and rows, newest first."""
     same = ("command", "device", "cores", "vllm", "torch", "kv_gib", "glibc_tunables")
+    found = []
     for path in paths[1:]:
         rows = [row for row in read(path) if section.of(row)]
-        if rows and all(rows[0].get(x) == newest[0].get(x) for x in same):
-            return path, rows
-    return None
+        # an older CSV does not have all of these columns
+        if rows and all(rows[0].get(x, newest[0].get(x)) == newest[0].get(x) for x in same):
+            found.append((path, rows))
+    return found
 
 
-def pooled(newest: Sequence[Row], before: Sequence[Row]) -> list[Row]:
-    """The newest rows with the spread of both runs: processes differ more than their rounds do.
+def pooled(*runs: Sequence[Row]) -> list[Row]:
+    """The first run's rows with the spread of all: processes differ more than their rounds do.
 
-    Where rows are single rounds, those of both; else least and most are of both, and medians the
-    newest run's.
+    Where rows are single rounds, those of all; else least and most are of all, and medians of the
+    first.
     """
-    if "round" in newest[0]:
-        return [*newest, *({**row, "round": -row["round"]} for row in before)]
-    theirs = {case_of(row): row for row in before}
+    if "round" in runs[0][0]:
+        return [{**row, "round": (i, row["round"])} for i, run in enumerate(runs) for row in run]
+    of_others = [{case_of(row): row for row in run} for run in runs[1:]]
     rows = []
-    for row in newest:
-        both = (row, theirs.get(case_of(row), row))
-        known = [x for x in row if all(r.get(x, "") != "" for r in both)]  # older CSVs have less
-        least = {x: min(r[x] for r in both) for x in known if x.endswith("_min")}
-        most = {x: max(r[x] for r in both) for x in known if x.endswith("_max")}
+    for row in runs[0]:
+        mine = [row, *(x[case_of(row)] for x in of_others if case_of(row) in x)]
+        known = [x for x in row if all(r.get(x, "") != "" for r in mine)]  # older CSVs have less
+        least = {x: min(r[x] for r in mine) for x in known if x.endswith("_min")}
+        most = {x: max(r[x] for r in mine) for x in known if x.endswith("_max")}
         rows.append({**row, **least, **most})
     return rows
 
@@ -99,9 +101,9 @@ def case_of(row: Row) -> tuple[Any, ...]:
     return tuple(row.get(x) for x in CASE)
 
 
-def apart(section: Section, newest: Sequence[Row], before: Sequence[Row]) -> str:
-    """How far two runs are apart, in words."""
-    theirs = {(x.case, x.system): x for x in section.ratios(list(before))}
+def apart(section: Section, newest: Sequence[Row], before: Sequence[Sequence[Row]]) -> str:
+    """How far a run is from those before it, in words."""
+    theirs = {(x.case, x.system): x for x in section.ratios(pooled(*before))}
     mine = section.ratios(list(newest))
     pairs = [(x, theirs[x.case, x.system]) for x in mine if (x.case, x.system) in theirs]
     if not pairs:
@@ -109,9 +111,9 @@ def apart(section: Section, newest: Sequence[Row], before: Sequence[Row]) -> str
     distances = [abs(x.times / y.times - 1) for x, y in pairs]
     overlap = sum(x.least <= y.most and y.least <= x.most for x, y in pairs)
     return (
-        f" In {overlap} of {len(pairs)} ratios to vLLM the two runs' own ranges overlap; medians "
-        f"are {statistics.median(distances):.1%} apart (median of the ratios), "
-        f"{max(distances):.1%} at most."
+        f" In {overlap} of {len(pairs)} ratios to vLLM the range of the newest run alone overlaps "
+        f"that of what was measured before; medians are {statistics.median(distances):.1%} apart "
+        f"(median of the ratios), {max(distances):.1%} at most."
     )
 
 
@@ -120,12 +122,15 @@ def write(section: Section, paths: Sequence[Path], output: Path) -> tuple[str, l
     newest = rows = [row for row in read(paths[0]) if section.of(row)]
     again = ""
     if found_before := earlier(section, newest, paths):
-        path, before = found_before
-        rows = pooled(newest, before)
+        before = [found for _, found in found_before]
+        rows = pooled(newest, *before)
         what = "These are the rounds" if "round" in newest[0] else "Least and most are"
+        others = ", ".join(
+            f"revision {found[0]['revision']} ([CSV]({relative(path, output)}))"
+            for path, found in found_before
+        )
         again = (
-            f"{what} of this run and of another of the same command (revision "
-            f"{before[0]['revision']}, [CSV]({relative(path, output)}))."
+            f"{what} of this run and of what the same command measured before: {others}."
             f"{apart(section, newest, before)}\n\n"
         )
     figure = paths[0].with_name(f"{paths[0].stem}{section.suffix}.png")
@@ -182,9 +187,9 @@ def main(argv: list[str] | None = None) -> int:
         "starts all of them with `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`: with their memory in "
         "huge pages it matters less where it lies. Where the papers' authors published what "
         "they measured, it stands beside ours: on other hardware, with other models and vLLM "
-        "0.2, only the shape can be compared. Where a command was run twice the ranges are of "
-        "both runs, and how far they were apart is said; of two equal runs with three rounds "
-        "each, one range in ten would not overlap the other.\n\n"
+        "0.2, only the shape can be compared. Where a command was run more than once the ranges "
+        "are of all its runs, and how far the newest is from those before it is said; of two "
+        "equal runs with three rounds each, one range in ten would not overlap the other.\n\n"
         f"{failed}{sections}"
         "## Where it does not help\n\n"
         "First the kinds of cases in which sharing has little to gain, whatever was found. Where "
