@@ -77,7 +77,8 @@ SECTIONS = (
     ),
     Section(
         "tree", "One level of sharing and two",
-        "Examples for all, problems for some, samples of each problem.",
+        "Examples for all, problems for some, samples of each problem. Ranges that overlap do not "
+        "tell one level from two.",
         comparisons.tree, comparisons.case_ratios,
     ),
     Section(
