@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
                 checked=checked, files=files, env=ENV, give_up=2 * args.bound, report=report,
             )  # fmt: skip
     except RuntimeError as error:
-        console.print(f"[red]{error}[/]", soft_wrap=True)
+        console.print(str(error), style="red", markup=False, soft_wrap=True)
         return 1
     of_all = {"model": model.name, "dataset": args.dataset, "prefix_tokens": args.prefix_tokens}
     rows = [{**of_all, "bound_s": args.bound, "kv_gib": kv_gib(), **row} for row in rows]

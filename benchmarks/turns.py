@@ -235,7 +235,7 @@ def run(comparison: Comparison, model: Path, args: argparse.Namespace) -> int:
             rows = measure(started, comparison.cases, args, console)
         rows = [{**row, "kv_gib": kv_gib()} for row in rows]
     except WrongAnswers as error:
-        console.print(f"[red]{error}[/]", soft_wrap=True)
+        console.print(str(error), style="red", markup=False, soft_wrap=True)
         return 1
     show(console, comparison.title, rows, comparison.columns)
     if args.save:
