@@ -4,7 +4,7 @@ VENV_OLD := .venv-0.27.1
 # Test processes side by side; each starts engines of its own, on a core of its own.
 JOBS ?= 2
 # What must hold on every engine version.
-ENGINE_TESTS := tests/test_plugin.py tests/backend tests/e2e/test_parity.py tests/e2e/test_system_kv.py
+ENGINE_TESTS := tests/test_plugin.py tests/unit/backend tests/engine/test_parity.py tests/engine/test_system_kv.py
 
 # The model lies on the disk, and the engine has nobody to report to.
 export HF_HUB_OFFLINE ?= 1

@@ -11,7 +11,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-SOURCES = Path("vllm_relay/ops/cpu/csrc")
+SOURCES = Path("vllm_relay/ops/csrc")
 COMMON = ["-std=c++17", "-O3", "-fvisibility=hidden", "-fno-math-errno", "-g0"]
 COMMON += ["-Wno-maybe-uninitialized"]  # GCC 12 warns of its own intrinsics
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
@@ -49,7 +49,7 @@ class BuildKernels(build_ext):
 setup(
     ext_modules=[
         Extension(
-            "vllm_relay.ops.cpu._kernels",
+            "vllm_relay.ops.native._kernels",
             [str(SOURCES / "relay.cpp")],
             depends=[str(path) for path in sorted(SOURCES.glob("*"))],
             extra_compile_args=COMMON,

@@ -9,10 +9,11 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from benchmarks.ceilings import gemm_rate, read_rate
-from vllm_relay.backend import calibrate_native, calibrate_torch
+from vllm_relay.backend import calibrate_torch
 from vllm_relay.backend.cpu_native import make_step
-from vllm_relay.backend.probe import Probe, Shape
-from vllm_relay.ops.cpu import native
+from vllm_relay.calibration import kernels as calibrate_native
+from vllm_relay.calibration.probe import Probe, Shape
+from vllm_relay.ops.native import library as native
 from vllm_relay.sharing import RelayPlan, reads
 
 Call = Callable[[], torch.Tensor]

@@ -32,7 +32,7 @@ from benchmarks.ceilings import theoretical_speed_up
 from benchmarks.engines import KV_BLOCK, engine_environment
 from benchmarks.random_model import write_random_model
 from benchmarks.turns import make_console, save
-from vllm_relay.bench.processes import ended_in_order
+from vllm_relay.serving.processes import ended_in_order
 
 HEADS = [(16, 16, 128), (32, 8, 128), (9, 3, 64)]
 PREFIX = 8192

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import model_path
 from benchmarks.engines import Limits
 from benchmarks.turns import Case, Comparison, Round, add_options, run
-from vllm_relay.bench.systems import FOUR
+from vllm_relay.serving.systems import FOUR
 
 SUBJECTS = 57
 THINGS = (

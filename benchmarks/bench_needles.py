@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import ROOT, model_path
 from benchmarks.engines import Answer, Limits
 from benchmarks.turns import Case, Comparison, Round, add_options, run
-from vllm_relay.bench.systems import FOUR
+from vllm_relay.serving.systems import FOUR
 
 NAMES = (
     *("Anna", "Boris", "Clara", "Dmitri", "Elena", "Fedor", "Galina", "Hugo", "Irina", "Jakob"),

@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.chat import licence_prompt, questions
 from benchmarks.common import HUGE_PAGES, kv_gib, model_path, step
 from benchmarks.turns import at_least, make_console, save
-from vllm_relay.bench import gains, serving
-from vllm_relay.bench.processes import build_system_kv, ended_in_order, kept_logs
-from vllm_relay.bench.systems import FOUR, REFERENCE, SYSTEMS
+from vllm_relay.serving import gains, serving
+from vllm_relay.serving.processes import build_system_kv, ended_in_order, kept_logs
+from vllm_relay.serving.systems import FOUR, REFERENCE, SYSTEMS
 
 ENV = {"VLLM_CPU_KVCACHE_SPACE": str(kv_gib()), **HUGE_PAGES}
 # Tokens of each request after the prefix, of the client's own datasets.

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.chat import first_ttft, licence_prompt
 from benchmarks.common import MODEL_NAME, OFFLINE, ROOT, model_path, provenance, step, write_csv
 from benchmarks.random_model import VOCABULARY, write_random_model
-from vllm_relay.bench.processes import Process, Server, beside_python, build_system_kv, serving
+from vllm_relay.serving.processes import Process, Server, beside_python, build_system_kv, serving
 from vllm_relay.system_kv.file import SystemKVFile
 
 BLOCK = 128

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import model_path
 from benchmarks.engines import Limits
 from benchmarks.turns import Case, Comparison, Round, add_options, run
-from vllm_relay.bench.systems import FOUR
+from vllm_relay.serving.systems import FOUR
 
 # Log-normal, clipped: medians and spreads of published conversation datasets, shortened so that a
 # CPU gets through them. (median, sigma, least, most)

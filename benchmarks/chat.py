@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletionMessageParam
 from tokenizers import Tokenizer
 
 from benchmarks.common import MODEL_NAME
-from vllm_relay.bench.processes import Server
+from vllm_relay.serving.processes import Server
 
 LICENCES = (
     Path("/usr/share/common-licenses/GPL-3"),

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_relay.backend.probe import Probe, Shape
+from vllm_relay.calibration.probe import Probe, Shape
 from vllm_relay.sharing import Planner, predict, reads
-from vllm_relay.sharing.device import find_costs
+from vllm_relay.sharing.cost_store import find_costs
 
 # Rounds go on until the median of the ratios is known to such a part of it (its standard error),
 # but not longer than so many seconds per point.

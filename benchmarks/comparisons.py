@@ -19,8 +19,8 @@ from benchmarks.figures import (
 )
 from benchmarks.reading import Row
 from benchmarks.tables import Ratio, kind_of, shown, table
-from vllm_relay.bench import gains
-from vllm_relay.bench.systems import SYSTEMS
+from vllm_relay.serving import gains
+from vllm_relay.serving.systems import SYSTEMS
 
 # Columns of `turns.Measured.rows`, which follow those of the case.
 MEASURED = "system"

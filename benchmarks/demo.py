@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.chat import ask, first_ttft, licence_prompt, questions
 from benchmarks.common import MODEL_NAME, ROOT, model_path, provenance, step, write_csv
 from benchmarks.demo_tables import Run, csv_rows, show_agreement, show_answers, show_numbers
-from vllm_relay.bench.processes import bench_serve, build_system_kv, ended_in_order, serving
-from vllm_relay.bench.serving import relay_counters
+from vllm_relay.serving.processes import bench_serve, build_system_kv, ended_in_order, serving
+from vllm_relay.serving.serving import relay_counters
 
 # `vllm bench serve` says nothing new about the third server: it may take this many seconds there.
 BENCH_LIMIT = 60.0

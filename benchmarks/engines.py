@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import HUGE_PAGES, OFFLINE, ROOT, kv_gib
-from vllm_relay.bench.processes import build, ended_in_order
-from vllm_relay.bench.serving import Answer
-from vllm_relay.bench.systems import SYSTEMS, System, memory_share
+from vllm_relay.serving.processes import build, ended_in_order
+from vllm_relay.serving.serving import Answer
+from vllm_relay.serving.systems import SYSTEMS, System, memory_share
 
 # Tokens of a KV block of the CPU engine.
 KV_BLOCK = 128

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reading import Row
-from vllm_relay.bench.systems import SYSTEMS
+from vllm_relay.serving.systems import SYSTEMS
 
 WIDTH, HEIGHT = 7.0, 4.8
 COLOURS = dict(zip(SYSTEMS, ("0.55", "C0", "C1", "C3", "black", "C1", "C2"), strict=True))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_relay.sharing import Costs
-from vllm_relay.sharing.device import SHIPPED, find_costs
+from vllm_relay.sharing.cost_store import SHIPPED, find_costs
 
 
 def costs_that_pay() -> Costs:

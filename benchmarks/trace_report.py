@@ -18,7 +18,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import ROOT, provenance, write_csv
-from vllm_relay.bench.processes import beside_python
+from vllm_relay.serving.processes import beside_python
 
 KEYS = ("requests", "steps", "kv_tokens_stock", "kv_tokens_relay", "kv_tokens_once")
 

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from benchmarks.common import HUGE_PAGES, ROOT, kv_gib, provenance, step, write_csv
 from benchmarks.engines import Engine, Limits, engines
-from vllm_relay.bench.serving import Answer, Distance, WrongAnswers, distance, in_turn
-from vllm_relay.bench.systems import REFERENCE, SYSTEMS
+from vllm_relay.serving.serving import Answer, Distance, WrongAnswers, distance, in_turn
+from vllm_relay.serving.systems import REFERENCE, SYSTEMS
 
 
 @dataclass

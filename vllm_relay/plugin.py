@@ -173,7 +173,7 @@ def _offer_flash_attention() -> None:
 
 def add_plain_graphs() -> None:
     """Have vLLM's runner V2 capture full CUDA graphs without relay, too; see `backend.graphs`."""
-    from vllm_relay.backend import graphs
+    from vllm_relay.backend import cuda_graphs as graphs
 
     try:
         from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager

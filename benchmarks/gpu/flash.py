@@ -89,7 +89,7 @@ def _how(told: Scheduled) -> dict[str, Any]:
 
 
 def attend_with(varlen: Callable[..., Any]) -> Callable[..., Tensor]:
-    """The ``attend`` that `vllm_relay.ops.paged.paged_relay` asks for, from a varlen function.
+    """The ``attend`` that `vllm_relay.ops.step.paged.paged_relay` asks for, from a varlen function.
 
     Parts may be `Scheduled`; others are left to FlashAttention to split.
     """

@@ -120,7 +120,7 @@ def check_plan(made: Any, batch: Batch, tables: Tables, varlen: Callable[..., An
     Raises:
         Wrong: it is not.
     """
-    from vllm_relay.ops.paged import paged_relay
+    from vllm_relay.ops.step.paged import paged_relay
 
     rows, blocks = batch.block_table.shape
     row: Row = {"rows": rows, "blocks": blocks, "groups": tables.groups}
@@ -148,7 +148,7 @@ def plan(
     bound: float | None = None,
 ) -> Row:
     """Check the plan of a forest, then time it: as a graph and as plain launches."""
-    from vllm_relay.ops.device_plan import DevicePlan
+    from vllm_relay.ops.planning.device_plan import DevicePlan
 
     batch, tables = forest_batch(rows, blocks, groups, heads)
     made = DevicePlan(

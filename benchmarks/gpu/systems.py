@@ -80,8 +80,8 @@ def relay(
         dense: the same, with the shared blocks in a row and attended as dense KV.
         free: without schedules, FA3 chooses its own splits.
     """
-    from vllm_relay.ops.device_plan import DevicePlan
-    from vllm_relay.ops.paged import paged_relay
+    from vllm_relay.ops.planning.device_plan import DevicePlan
+    from vllm_relay.ops.step.paged import paged_relay
 
     if dense:
         batch = shared_in_a_row(batch, shape)

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from benchmarks import bench_attention, bench_decode, bench_serving, common, turns
-from tests.e2e.engine import SMOLLM2
+from tests.engine.engine import SMOLLM2
 
 LAYERS = 2
 

@@ -9,10 +9,10 @@ from benchmarks.gpu.journal import Wrong
 from benchmarks.gpu.kernels import check_plan, forest_batch
 from benchmarks.gpu.op import exact_shared
 from benchmarks.gpu.timing import Shape
-from tests.backend.reference_flash import flash_attn_varlen_func as reference_varlen
-from tests.backend.reference_flash import get_scheduler_metadata
-from tests.ops.interpreter import hardware_bfloat16  # noqa: F401
-from vllm_relay.ops.device_plan import DevicePlan
+from tests.unit.backend.reference_flash import flash_attn_varlen_func as reference_varlen
+from tests.unit.backend.reference_flash import get_scheduler_metadata
+from tests.unit.ops.interpreter import hardware_bfloat16  # noqa: F401
+from vllm_relay.ops.planning.device_plan import DevicePlan
 
 
 def made_for(batch):

@@ -9,7 +9,7 @@ import pytest
 from matplotlib import pyplot
 
 from benchmarks import attention_figures, figures, plot
-from vllm_relay.bench.systems import SYSTEMS
+from vllm_relay.serving.systems import SYSTEMS
 
 
 def read(results: Path, name: str) -> tuple[Path, list[dict[str, str]]]:

@@ -24,8 +24,8 @@ from benchmarks import (
 )
 from benchmarks.engines import Engine, Limits
 from tests.benchmarks.reports import assert_checked, assert_reported, read
-from tests.e2e.engine import SMOLLM2
-from vllm_relay.bench.systems import FOUR, System
+from tests.engine.engine import SMOLLM2
+from vllm_relay.serving.systems import FOUR, System
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 PREFIX = list(range(1000, 1300))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import bench_choice
-from tests.e2e.engine import ROOT, environment
-from vllm_relay.sharing.device import load
+from tests.engine.engine import ROOT, environment
+from vllm_relay.sharing.cost_store import load
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import chat, common, demo, demo_tables
-from vllm_relay.bench import processes
+from vllm_relay.serving import processes
 
 HEALTHY_LOG = """\
 (Worker pid=7) INFO 01-01 00:00:00 [metrics.py:9] 24 requests share 3,968 tokens in 1 group: 90 %

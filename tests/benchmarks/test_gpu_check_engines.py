@@ -158,7 +158,7 @@ def test_the_planted_error_is_in_the_lse_of_segments_and_not_in_the_self_test(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from vllm_relay.backend import cuda_impl, self_test
-    from vllm_relay.ops import paged
+    from vllm_relay.ops.step import paged
 
     def stock(q: Any, k: Any, v: Any, step: Any, attend: Any, **kwargs: Any) -> list[Any]:
         return [attend(part, q, k, v, kwargs["out"]) for part in step]
@@ -199,7 +199,7 @@ def test_full_graphs_are_counted_on_both_runners(monkeypatch: pytest.MonkeyPatch
 
 def plant_wrong_lse_on_cpu() -> None:
     """`in_engine.plant_wrong_lse` for the CPU backend."""
-    from tests.e2e.in_worker import WorkerExtension
+    from tests.engine.in_worker import WorkerExtension
 
     WorkerExtension().plant("lse")
 

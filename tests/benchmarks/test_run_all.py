@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import run_all
-from tests.e2e.engine import ROOT, environment
+from tests.engine.engine import ROOT, environment
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import bench_serving
 from tests.benchmarks.reports import assert_reported, read
-from vllm_relay.bench.serving import WrongAnswers
+from vllm_relay.serving.serving import WrongAnswers
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -20,15 +20,14 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from vllm_relay import metrics
-from vllm_relay.backend.copies import SegmentCopies, written_blocks
 from vllm_relay.backend.cpu_impl import RelayImpl, RelayMetadata
 from vllm_relay.backend.cpu_native import NativeStep, NativeSteps
-from vllm_relay.backend.cpu_torch import TorchSteps
-from vllm_relay.backend.metadata import Batch, RelayStep
+from vllm_relay.backend.metadata import Batch
+from vllm_relay.backend.packed_cache import SegmentCopies, written_blocks
 from vllm_relay.config import RelayConfig, only_system_kv
-from vllm_relay.ops.cpu import native
+from vllm_relay.ops.native import library as native
 from vllm_relay.sharing import Costs, Planner, RelayPlan, reads
-from vllm_relay.sharing.device import SHIPPED, cpu_name, find_costs
+from vllm_relay.sharing.cost_store import SHIPPED, cpu_name, find_costs
 
 LEVELS = 3
 
@@ -64,7 +63,6 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         for layer in layers.values():
             layer.impl.prepare(layer, self._block, kv_cache_spec.dtype)
         self._impls = [layer.impl for layer in layers.values()]
-        self._native = self._choose_kernels(self._impls)
         self._relayed = False
         self._active = self._decide(vllm_config, self._impls)
         self._bytes_per_token = sum(
@@ -77,12 +75,12 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         )
         self._costs = self._find_costs(self._impls)
         self._planner = Planner(self._block, self._costs, self._config.max_levels or LEVELS)
-        self._steps = self._make_steps()
+        served = next((impl for impl in self._impls if impl.refusal is None), None)
+        self._steps = NativeSteps(self._block, served, self.dtype)
         if self._active:
             metrics.report_at_exit()
-            if isinstance(self._steps, NativeSteps):
-                for impl in self._impls:
-                    impl.copies = self._copies if impl.refusal is None else None
+            for impl in self._impls:
+                impl.copies = self._copies if impl.refusal is None else None
 
     def _decide(self, vllm_config: Any, impls: list["RelayImpl"]) -> bool:
         """Whether this builder plans at all; says why not, and which layers it leaves to vLLM."""
@@ -106,25 +104,6 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
             metrics.say_once(f"layers with {refusal} stay on vLLM's own CPU attention")
         return any(impl.refusal is None for impl in impls)
 
-    @staticmethod
-    def _choose_kernels(impls: list["RelayImpl"]) -> bool:
-        """Whether our own kernels run relayed steps; says why not."""
-        served = [impl for impl in impls if impl.refusal is None]
-        reasons = {impl.not_native for impl in served} - {None}
-        if len({(x.num_heads, x.num_kv_heads, x.head_size, x.scale) for x in served}) > 1:
-            reasons.add("layers differ in their heads or their scale")
-        if isinstance(native.library(), str):
-            return False  # which has been said
-        for reason in sorted(map(str, reasons)):
-            metrics.say_once(f"PyTorch's CPU kernels are used, not our own: {reason}")
-        return not reasons
-
-    def _make_steps(self) -> NativeSteps | TorchSteps:
-        impl = next((impl for impl in self._impls if impl.refusal is None), None)
-        if self._native and impl is not None:
-            return NativeSteps(self._block, impl, self.dtype)
-        return TorchSteps(self, self._block)
-
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> CPUAttentionMetadata:
@@ -147,7 +126,7 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def device_name(self) -> str:
         """This machine and the kernels in use, as costs are kept by."""
-        return cpu_name(self.isa, native.loaded().isa if self._native else "torch")
+        return cpu_name(self.isa, native.loaded().isa)
 
     def _find_costs(self, impls: list["RelayImpl"]) -> Costs:
         """What the planner goes by: KV reads where a setting says so, else predicted time."""
@@ -172,13 +151,13 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
             metrics.say_once(f"{found.source}; `vllm-relay calibrate` measures it")
         return found.costs.with_margin(found.margin)
 
-    def _plan_step(self, common: Any) -> RelayStep | NativeStep | None:
+    def _plan_step(self, common: Any) -> NativeStep | None:
         batch = Batch.of(common)
         if self._copies:
             slots = common.slot_mapping[: common.num_actual_tokens].numpy()
             computed = (batch.lens - batch.queries) // self._block
             self._copies.begin_step(batch.tables, computed, written_blocks(slots, self._block))
-        made: tuple[RelayPlan, RelayStep | NativeStep] | None = None
+        made: tuple[RelayPlan, NativeStep] | None = None
         if len(batch.lens) > 1 and common.causal is True:
             choice = self._planner.plan(batch.tables, batch.lens, batch.queries)
             if choice.forest.levels:

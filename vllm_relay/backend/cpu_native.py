@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_relay.backend.copies import SegmentCopies, SegmentCopy
-from vllm_relay.backend.layout import BlockLayout
+from vllm_relay.backend.kv_layout import BlockLayout
 from vllm_relay.backend.metadata import Batch, GroupStep, sequences_of
+from vllm_relay.backend.packed_cache import SegmentCopies, SegmentCopy
 from vllm_relay.backend.packing import Packing
-from vllm_relay.ops.cpu import native
 from vllm_relay.ops.cpu.attention import context_sequences
-from vllm_relay.ops.cpu.native import Layout
-from vllm_relay.ops.cpu.packed import PackedSegment
-from vllm_relay.ops.cpu.step import StepAttention
+from vllm_relay.ops.native import library as native
+from vllm_relay.ops.native.library import Layout
+from vllm_relay.ops.native.packed import PackedSegment
+from vllm_relay.ops.step.native import StepAttention
 from vllm_relay.sharing import Choice, Costs, RelayPlan, make_plan
 
 # Of a group whose segment is not packed: no copy, and none of its blocks.

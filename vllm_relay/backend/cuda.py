@@ -31,10 +31,10 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from vllm_relay import metrics, plugin
-from vllm_relay.backend import graphs
+from vllm_relay.backend import cuda_graphs as graphs
 from vllm_relay.backend.cuda_impl import RelayImpl, RelayMetadata, RelayStep
 from vllm_relay.config import RelayConfig
-from vllm_relay.ops.device_plan import DevicePlan, Part, Report
+from vllm_relay.ops.planning.device_plan import DevicePlan, Part, Report
 
 # Where nothing is shared, every so many steps are planned to find out whether that has changed.
 PROBE_STEPS = 8

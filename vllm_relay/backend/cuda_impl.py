@@ -13,8 +13,8 @@ from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
 
 from vllm_relay.backend import self_test
-from vllm_relay.ops.device_plan import DensePart
-from vllm_relay.ops.paged import PagedStep, paged_relay
+from vllm_relay.ops.planning.device_plan import DensePart
+from vllm_relay.ops.step.paged import PagedStep, paged_relay
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_relay.backend.copies import SegmentCopy
+from vllm_relay.backend.packed_cache import SegmentCopy
 from vllm_relay.sharing import RelayPlan
 
 
@@ -63,30 +63,6 @@ class GroupStep:
     end: int
     copy: SegmentCopy | None
     blocks: slice
-
-
-@dataclass(frozen=True)
-class RelayStep:
-    """The plan of one step, made once and read by every layer.
-
-    Attributes:
-        tokens: int64 ``[N]``, places in the batch of the query tokens of grouped rows, those of
-            each group of each level adjacent; None when that is the batch itself, so that nothing
-            need be gathered.
-        levels: groups in the order of ``tokens``, outermost level first; every token is in a group
-            of the first.
-        context: vLLM's metadata for the grouped rows, in that order, with their segments cut off.
-        heads_twice: ``context`` is for every query head given twice (see `sink_lse`).
-        loners: int64, the tokens of rows in no group. rest: vLLM's metadata for them alone; None
-            when there are none.
-    """
-
-    tokens: torch.Tensor | None
-    levels: tuple[tuple[GroupStep, ...], ...]
-    context: Any
-    heads_twice: bool
-    loners: torch.Tensor
-    rest: Any
 
 
 def sequences_of(plan: RelayPlan, queries: np.ndarray) -> list[list[tuple[int, int, int]]]:

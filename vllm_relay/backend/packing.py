@@ -8,7 +8,7 @@ chosen by what they cost in place, so that each pays before it is packed.
 
 import numpy as np
 
-from vllm_relay.backend.copies import SegmentCopies, SegmentCopy
+from vllm_relay.backend.packed_cache import SegmentCopies, SegmentCopy
 from vllm_relay.sharing import Choice, Costs, Group
 
 # Of each group of each level of a choice its packed segment; None where it is read in place.

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backends import flash_attn
 
-from vllm_relay.ops.device_plan import DensePart, DevicePlan, Part
-from vllm_relay.ops.paged import paged_relay
+from vllm_relay.ops.planning.device_plan import DensePart, DevicePlan, Part
+from vllm_relay.ops.step.paged import paged_relay
 
 # Of values of about 1: two roundings of a partial to bfloat16 (2**-9 each), with room.
 OUT_LIMIT = 0.03

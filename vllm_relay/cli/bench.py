@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_relay.bench.processes import (
+from vllm_relay.cli.console import PLAIN, JsonFlag, err, one_line_errors, out
+from vllm_relay.cli.engine import ESCAPE, build_options
+from vllm_relay.serving.processes import (
     build_system_kv,
     ended_in_order,
     flag_name,
     flag_value,
     kept_logs,
 )
-from vllm_relay.cli.console import PLAIN, JsonFlag, err, one_line_errors, out
-from vllm_relay.cli.engine import ESCAPE, build_options
 
 if TYPE_CHECKING:
-    from vllm_relay.bench.serving import Load
+    from vllm_relay.serving.serving import Load
 
 # What in a log has a remedy here.
 HINTS = {
@@ -87,9 +87,9 @@ def bench(
     serve with. All servers are up at once: on a GPU each gets an equal share of its memory
     unless you give --gpu-memory-utilization.
     """
-    from vllm_relay.bench import gains, serving
-    from vllm_relay.bench.provenance import provenance
-    from vllm_relay.bench.systems import FOUR, SYSTEMS
+    from vllm_relay.serving import gains, serving
+    from vllm_relay.serving.provenance import provenance
+    from vllm_relay.serving.systems import FOUR, SYSTEMS
 
     flags = [x.removeprefix(ESCAPE) for x in context.args if x != "--"]
     console = Console(**PLAIN, stderr=True)

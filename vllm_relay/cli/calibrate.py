@@ -15,7 +15,7 @@ from vllm_relay.cli.console import PLAIN, JsonFlag, err, one_line_errors, out
 from vllm_relay.cli.engine import read_engine_args
 
 if TYPE_CHECKING:
-    from vllm_relay.sharing.device import Constants
+    from vllm_relay.sharing.cost_store import Constants
 
 # What the engine keeps KV in while it is measured, in GiB: the largest step must fit.
 KV_SPACE = "4"
@@ -42,7 +42,7 @@ def calibrate(
     constants per device, threads and head shape. Any other option is vLLM's own: give those that
     you serve with. CPU engines only.
     """
-    from vllm_relay.sharing.device import Constants, save, user_file
+    from vllm_relay.sharing.cost_store import Constants, save, user_file
 
     with one_line_errors(), ExitStack() as stack:
         if (model is None) == (shape is None):
@@ -101,7 +101,7 @@ def _measure(arguments: Any) -> dict[str, Any]:
     arguments.enforce_eager = True
     arguments.attention_backend = "relay"
     arguments.additional_config = {"relay": {"min_saved_tokens": 0}}
-    arguments.worker_extension_cls = "vllm_relay.backend.calibrate.Calibrator"
+    arguments.worker_extension_cls = "vllm_relay.calibration.measure.Calibrator"
     err.print("vllm-relay: starting the engine")
     llm = LLM.from_engine_args(arguments)
     err.print("vllm-relay: timing its attention")

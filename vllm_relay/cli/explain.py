@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from vllm_relay.cli.console import JsonFlag, err, one_line_errors, out
 
 if TYPE_CHECKING:
-    from vllm_relay.sharing.trace import Tokenize
+    from vllm_relay.explain.trace import Tokenize
 
 ALL_LEVELS = 2**31
 DTYPES = ("bfloat16", "float16", "float32")
@@ -112,10 +112,10 @@ def explain(
     with one_line_errors(), ExitStack() as files:
         levels = _levels(max_levels)
         shape = _shape(model, heads, kv_heads, head_size)
+        from vllm_relay.explain.replay import replay
+        from vllm_relay.explain.trace import read_trace
         from vllm_relay.sharing.cost import reads
-        from vllm_relay.sharing.device import find_costs
-        from vllm_relay.sharing.replay import replay
-        from vllm_relay.sharing.trace import read_trace
+        from vllm_relay.sharing.cost_store import find_costs
 
         found = find_costs(
             shape.heads, shape.kv_heads, shape.head_size, device=device, dtype=shape.dtype

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_relay.sharing.replay import Replay
+from vllm_relay.explain.replay import Replay
 
 BINS = 160
 Floats = NDArray[np.float64]

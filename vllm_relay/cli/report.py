@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_relay.cli.console import PLAIN
-from vllm_relay.sharing.replay import Replay, SharedBy
-from vllm_relay.sharing.trace import Trace
+from vllm_relay.explain.replay import Replay, SharedBy
+from vllm_relay.explain.trace import Trace
 
 # Segments shown, and in JSON.
 SHOWN, LISTED = 10, 100

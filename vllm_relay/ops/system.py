@@ -4,8 +4,6 @@ The queries are treated as rows of one sequence with no mask, so K and V are rea
 whole group (RelayAttention, arXiv 2402.14808, Alg. 1; Hydragen, arXiv 2402.05099, section 3).
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -41,41 +39,6 @@ def system_attention(
         lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32)
         return q.new_zeros(q.shape), lse
     return providers.choose("system", q, k, v).fn(q, k, v, scale)
-
-
-def level_attention(
-    q: Tensor,
-    groups: Sequence[tuple[int, int, Tensor, Tensor]],
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """System attention of one level: disjoint groups of adjacent queries, each with its segment.
-
-    Args:
-        q: [T, Hq, D], bf16, fp16 or fp32.
-        groups: (begin, end, k, v): the queries [begin, end) attend to k, v [S, Hkv, D]. In
-            ascending order; queries may be in none.
-        scale: multiplies the scores; D ** -0.5 where None.
-
-    Returns:
-        out [T, Hq, D] in q's dtype and lse [Hq, T] float32. For queries in no group lse is -inf and
-        out is not written.
-
-    Raises:
-        ValueError: as `system_attention`, or groups that overlap or reach beyond q.
-    """
-    last = 0
-    for begin, end, _, _ in groups:
-        if not last <= begin <= end <= len(q):
-            raise ValueError(f"groups: [{begin}, {end}) overlaps or lies beyond {len(q)} queries")
-        last = end
-    if len(groups) == 1 and groups[0][:2] == (0, len(q)):
-        return system_attention(q, *groups[0][2:], scale=scale)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32)
-    for begin, end, k, v in groups:
-        out[begin:end], lse[:, begin:end] = system_attention(q[begin:end], k, v, scale=scale)
-    return out, lse
 
 
 def torch_system_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_relay.ops.cpu import native
+from vllm_relay.ops.native import library as native
 
 
 def usable(q: Tensor, k: Tensor, v: Tensor) -> str | None:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vllm_relay.ops.cpu import native
 from vllm_relay.ops.cpu.attention import fuse
+from vllm_relay.ops.native import library as native
 
 
 def relay_fusion(outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor | None) -> Tensor:

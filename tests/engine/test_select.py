@@ -1,0 +1,178 @@
+"""Every way to ask for relay, and what a user sees when it cannot be had."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from openai import OpenAI
+
+from benchmarks.common import OFFLINE
+from benchmarks.random_model import write_random_model
+from tests.engine.engine import SMOLLM2, environment, run_engine
+from vllm_relay.serving.processes import serving, vllm
+
+pytestmark = pytest.mark.engine
+
+SMALL = ["--max-model-len", "2048", "--enforce-eager", "--max-num-seqs", "16"]
+# Without it vLLM kills its workers when a server stops, before they can report.
+IN_ORDER = ["--shutdown-timeout", "10"]
+# The engine in a process of its own.
+APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+SETTINGS = {"relay": {"min_saved_tokens": 0}}
+PREFIX = "You are a careful assistant. Answer in one short sentence. " * 25
+
+
+def _ask_together(url: str, questions: list[str]) -> list[str]:
+    """One completion per question, all in one batch, behind one shared prefix."""
+    client = OpenAI(base_url=f"{url}/v1", api_key="none")
+    model = client.models.list().data[0].id
+    client.completions.create(model=model, prompt=PREFIX, max_tokens=1)
+    done = client.completions.create(
+        model=model, prompt=[PREFIX + q for q in questions], max_tokens=24, temperature=0
+    )
+    return [choice.text for choice in done.choices]
+
+
+# Root mean square of log-probability differences: rounding makes 0.03 here, foreign KV more than 1.
+# The sharp bound is that of test_parity.py.
+COARSE = 0.15
+
+
+def _distance(result: dict[str, Any], reference: dict[str, Any]) -> float:
+    assert result["tokens"] == reference["tokens"]
+    difference = np.array(result["logprobs"]) - np.array(reference["logprobs"])
+    return float(np.sqrt(np.mean(difference**2)))
+
+
+QUESTIONS = [f"What is {n} plus {n}? " for n in range(2, 8)]
+
+
+def test_the_config_file_in_any_case(tmp_path: Path) -> None:
+    config = tmp_path / "serve.yaml"
+    config.write_text(f"attention-backend: ReLaY\nadditional-config: '{json.dumps(SETTINGS)}'\n")
+    log = tmp_path / "server.log"
+    flags = ["--config", str(config), *SMALL, *IN_ORDER]
+    with serving(SMOLLM2, flags, log, env={"VLLM_CPU_KVCACHE_SPACE": "1"}) as server:
+        answers = _ask_together(server.url, QUESTIONS)
+    assert all(answers)
+    text = log.read_text()
+    # said of the first step that relays: on a busy machine not all six have arrived by then
+    assert re.search(r" [2-6] requests share \d+ tokens in 1 group: ", text)
+    assert "relay: steps=" in text and "steps_relayed=0" not in text
+
+
+def _engine(model: Path, **engine: Any) -> dict[str, Any]:
+    prefix = list(range(3, 603))
+    return {
+        "engine": {
+            "model": str(model),
+            "skip_tokenizer_init": True,
+            "max_model_len": 2048,
+            "additional_config": SETTINGS,
+            **engine,
+        },
+        "warm_up": [prefix],
+        "prompts": [[*prefix, 700 + i, 5] for i in range(6)],
+        "force": None,
+        "passes": [(None, 12)],
+    }
+
+
+def test_tensor_parallel_workers_answer_as_vllms_own(tmp_path: Path) -> None:
+    model = write_random_model(tmp_path / "model", 4, 2, 64)
+    bind = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **APART}
+    stock = run_engine(tmp_path, _engine(model, tensor_parallel_size=2), **bind)["passes"][0]
+    spec = _engine(model, tensor_parallel_size=2, attention_backend="relay")
+    result = run_engine(tmp_path, {**spec, "force": stock["tokens"]}, **bind)
+    assert len(result["workers"]) == 2
+    assert all(worker["steps_relayed"] >= 8 for worker in result["workers"])
+    # each worker reads its half of the KV heads; only one of them writes to the log
+    assert result["log"].count("6 requests share 512 tokens in 1 group") == 1
+    assert _distance(result["passes"][0], stock) < COARSE
+
+
+def test_speculated_tokens_are_relayed_and_answers_stay_the_same(tmp_path: Path) -> None:
+    model = write_random_model(tmp_path / "model", 4, 2, 64)
+    ngram = {"method": "ngram", "num_speculative_tokens": 3}
+    ngram |= {"prompt_lookup_min": 1, "prompt_lookup_max": 1}
+    # fp32: greedy answers of two paths then part at no near-tie
+    spec = _engine(model, speculative_config=ngram, dtype="float32")
+    prefix = spec["warm_up"][0] * 2  # repeats itself: every request finds something to speculate
+    spec["prompts"] = [[*prefix, 700 + i, *prefix[:20]] for i in range(6)]
+    spec["passes"] = [(None, 40)]
+    stock = run_engine(tmp_path, spec)["passes"][0]
+    relay = {**spec, "engine": spec["engine"] | {"attention_backend": "relay"}}
+    # twice, the second time with an error that the comparison has to see
+    result = run_engine(tmp_path, {**relay, "passes": [(None, 40), ("context-lse", 40)]})
+    good, planted = result["passes"]
+    assert good["tokens"] == stock["tokens"]
+    assert _distance(good, stock) < 1e-4
+    assert planted["tokens"] != stock["tokens"] or _distance(planted, stock) > 1e-3
+    queries = {int(count): rows for count, rows in result["queries"].items()}
+    assert queries.get(4, 0) > 20, f"hardly a row had tokens to verify: {queries}"
+    assert set(queries) >= {1, 4}
+
+
+def test_a_forked_engine_and_an_attention_config(tmp_path: Path) -> None:
+    model = write_random_model(tmp_path / "model", 4, 2, 64)
+    spec = _engine(model, attention_config={"backend": "relay"})
+    result = run_engine(tmp_path, spec, VLLM_WORKER_MULTIPROC_METHOD="fork", **APART)
+    assert result["counters"]["steps_relayed"] >= 8
+    assert result["counters"]["tokens_shared"] == 512 * result["counters"]["steps_relayed"]
+
+
+@pytest.mark.parametrize(
+    ("change", "engine", "reason"),
+    [
+        (
+            {
+                "model_type": "mistral",
+                "architectures": ["MistralForCausalLM"],
+                "sliding_window": 256,
+            },
+            {},
+            "a sliding window",
+        ),
+        ({}, {"kv_cache_dtype": "fp8"}, "a fp8 KV cache"),
+    ],
+    ids=["sliding-window", "fp8"],
+)
+def test_a_model_with_no_supported_layer_starts_delegates_and_says_so_once(
+    change: dict[str, Any], engine: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    model = write_random_model(tmp_path / "model", 4, 2, 64)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | change))
+    result = run_engine(tmp_path, _engine(model, attention_backend="relay", **engine))
+    assert result["counters"]["steps"] == 0
+    assert len(result["passes"][0]["tokens"]) == 6
+    assert result["log"].count("relay: not used: no layer is supported") == 1
+    assert f"({reason})" in result["log"]
+
+
+def _refusal(*flags: str) -> str:
+    done = subprocess.run(
+        vllm("serve", str(SMOLLM2), *flags, *SMALL),
+        env=environment(**OFFLINE),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode != 0
+    return done.stdout + done.stderr
+
+
+def test_an_unknown_backend_is_refused_by_name() -> None:
+    text = _refusal("--attention-backend", "relayed")
+    assert "'RELAYED'" in text and "RELAY" in text.split("Valid options are")[1]
+
+
+def test_an_unknown_setting_is_refused_by_name() -> None:
+    settings = json.dumps({"relay": {"min_saved": 3}})
+    text = _refusal("--attention-backend", "relay", "--additional-config", settings)
+    assert "unknown relay setting min_saved; known: enabled" in text

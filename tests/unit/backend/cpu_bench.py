@@ -1,0 +1,163 @@
+"""A layer, its builder and a KV cache on the engine's own kernels, without an engine."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends import cpu_attn
+
+from vllm_relay.backend import cpu, cpu_impl
+from vllm_relay.backend.packed_cache import SegmentCopies
+from vllm_relay.config import RelayConfig
+from vllm_relay.ops import reference
+from vllm_relay.sharing import Planner, reads
+
+BLOCK = 32
+
+
+@dataclass
+class Bench:
+    """A layer, its builder and a KV cache filled with tokens through the backend's own update."""
+
+    builder: cpu.RelayMetadataBuilder
+    impl: cpu_impl.RelayImpl
+    layer: Any
+    cache: torch.Tensor
+    keys: torch.Tensor  # [blocks * BLOCK, Hkv, D] by slot
+    values: torch.Tensor
+
+
+def make_bench(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    isa: str,
+    blocks: int,
+    kernels: str = "native",
+) -> Bench:
+    """``kernels``: of relayed steps, "native" or "torch"."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=dtype),
+        cache_config=SimpleNamespace(block_size=BLOCK),  # read by 0.27
+    )
+    with (
+        mock.patch.object(cpu_attn, "get_current_vllm_config", lambda: config),
+        mock.patch.object(cpu_attn, "_get_attn_isa", lambda *args: isa),
+    ):
+        impl = cpu_impl.RelayImpl(heads, dim, dim**-0.5, kv_heads, None, None, "auto")
+    impl.isa = isa
+    layer = SimpleNamespace(isa=isa, layer_name="layer", _k_scale_float=1.0, _v_scale_float=1.0)
+    impl.prepare(layer, BLOCK, dtype)
+    assert impl.refusal is None and impl.not_native is None
+    if kernels == "torch":
+        impl.not_native = "PyTorch's are tested"
+
+    builder = object.__new__(cpu.RelayMetadataBuilder)
+    vars(builder).update(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        dtype=dtype,
+        window_size=-1,
+        block_size=4 * BLOCK,  # not what block tables are made of, as in vLLM 0.27
+        kv_cache_dtype="auto",
+        isa=isa,
+        is_cross_attention=False,
+        is_encoder_only_attention=False,
+        _block=BLOCK,
+        _config=RelayConfig(min_saved_tokens=0),
+        _bytes_per_token=1,
+        _copies=SegmentCopies(1, 10**6),
+        _costs=reads(),
+        _planner=Planner(BLOCK, reads(), 3),
+        _impls=[impl],
+        _native=cpu.RelayMetadataBuilder._choose_kernels([impl]),
+        _relayed=False,
+        _active=True,
+    )
+    builder._steps = builder._make_steps()
+
+    g = torch.Generator().manual_seed(heads + dim)
+    keys, values = (
+        torch.randn(blocks * BLOCK, kv_heads, dim, generator=g).to(dtype) for _ in range(2)
+    )
+    keys *= 1.5
+    cache = torch.zeros(blocks, kv_heads, BLOCK, 2 * dim, dtype=dtype)
+    bench = Bench(builder, impl, layer, cache, keys, values)
+    write(bench)
+    return bench
+
+
+def write(bench: Bench) -> None:
+    slots = torch.arange(len(bench.keys))
+    bench.impl.do_kv_cache_update(bench.layer, bench.keys, bench.values, bench.cache, slots)
+
+
+def make_step(
+    tables: list[list[int]], lens: list[int], queries: list[int] | None = None
+) -> CommonAttentionMetadata:
+    queries = queries or [1] * len(lens)
+    rows, width = len(tables), max(map(len, tables)) + 2
+    table = torch.full((rows, width), 7, dtype=torch.int32)  # stale ids beyond a row's blocks
+    for row, blocks in enumerate(tables):
+        table[row, : len(blocks)] = torch.tensor(blocks)
+    starts = torch.tensor([0, *np.cumsum(queries)], dtype=torch.int32)
+    slots = [
+        tables[row][position // BLOCK] * BLOCK + position % BLOCK
+        for row, (length, count) in enumerate(zip(lens, queries, strict=True))
+        for position in range(length - count, length)
+    ]
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor(lens, dtype=torch.int32),
+        num_reqs=rows,
+        num_actual_tokens=len(slots),
+        max_query_len=max(queries),
+        max_seq_len=max(lens),
+        block_table_tensor=table,
+        slot_mapping=torch.tensor(slots),
+    )
+
+
+def outputs(
+    bench: Bench, common: CommonAttentionMetadata, query: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output of relay, of vLLM's own path, and of the oracle, each ``[T, Hq, D]`` fp64."""
+
+    def forward(metadata: Any) -> torch.Tensor:
+        out = torch.full_like(query, torch.nan)
+        bench.impl.forward(bench.layer, query, query, query, bench.cache, metadata, out)
+        return out.double()
+
+    metadata = bench.builder.build(0, common)
+    assert isinstance(metadata, cpu_impl.RelayMetadata)
+    stock = cpu.CPUAttentionMetadataBuilder.build(bench.builder, 0, common)
+    exact = []
+    for row in range(common.num_reqs):
+        length = int(common.seq_lens[row])
+        position = torch.arange(length)
+        blocks = common.block_table_tensor[row].long()
+        slots = blocks[position // BLOCK] * BLOCK + position % BLOCK
+        k, v = bench.keys[slots], bench.values[slots]
+        mine = query[common.query_start_loc[row] : common.query_start_loc[row + 1]]
+        exact.append(reference.attention_lse(mine, k, v, causal=True)[0])
+    return forward(metadata), forward(stock), torch.cat(exact).double()
+
+
+def assert_as_good(
+    relay: torch.Tensor, stock: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype
+) -> None:
+    """Error against fp64 is at most twice that of vLLM's own path on the same inputs."""
+    bound, error = (stock - exact).abs(), (relay - exact).abs()
+    # Below the resolution of fp32 the two differ by summation order alone.
+    floor = 1e-5 * exact.abs().max()
+    assert error.square().mean().sqrt() <= 2 * bound.square().mean().sqrt() + floor
+    # The largest error may hold one more rounding: partials are stored in the query's dtype.
+    rounding = torch.finfo(dtype).eps / 2 * exact.abs().max()
+    assert error.max() <= 2 * bound.max() + rounding + floor

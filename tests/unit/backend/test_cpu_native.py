@@ -1,0 +1,131 @@
+"""Relayed steps on our own kernels: packing, the engine's layouts, and nothing stale."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.backend.cpu_bench import (
+    BLOCK,
+    Bench,
+    assert_as_good,
+    make_bench,
+    make_step,
+    outputs,
+    write,
+)
+from tests.unit.backend.test_cpu import LENS, TABLES
+from vllm_relay.backend.cpu_native import NativeStep
+from vllm_relay.backend.packed_cache import SegmentCopies
+from vllm_relay.sharing import Costs, KernelCosts, Planner
+
+HEADS, KV_HEADS, DIM = 4, 2, 64
+
+
+def bench_of(dtype: torch.dtype = torch.bfloat16) -> Bench:
+    return make_bench(HEADS, KV_HEADS, DIM, dtype, "vec", 21)
+
+
+def packed(bench: Bench, step: Any) -> list[bool]:
+    """Of each group of a step, whether it reads a packed segment."""
+    relay = bench.builder.build(0, step).relay
+    assert isinstance(relay, NativeStep)
+    return [group.copy is not None for level in relay.levels for group in level]
+
+
+def timed(bench: Bench, **costs: Any) -> None:
+    kernel = KernelCosts(read=1.0)
+    bench.builder._costs = Costs(kernel, kernel, KernelCosts(first=1.0), **costs)
+    bench.builder._planner = Planner(BLOCK, bench.builder._costs, 3)
+
+
+def test_a_segment_is_packed_once_steps_have_forgone_what_that_costs() -> None:
+    bench, step = bench_of(), make_step([[1, 2, 10], [1, 2, 11], [1, 2, 12]], [70, 80, 90])
+    # a step would gain 64 * 0.5, packing costs 64 * 1.2
+    timed(bench, copy=1.2, packed=KernelCosts(first=0.5))
+    assert [packed(bench, step) for _ in range(4)] == [[False], [False], [True], [True]]
+    # where it gains nothing it is never done
+    timed(bench, copy=1.2, packed=KernelCosts(first=1.0))
+    bench.builder._copies = SegmentCopies(1, 10**6)
+    assert [packed(bench, step) for _ in range(100)] == [[False]] * 100
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_packed_segments_and_blocks_in_place_give_the_same_numbers(dtype: torch.dtype) -> None:
+    bench, step = bench_of(dtype), make_step(TABLES, LENS)
+    query = torch.randn(len(LENS), HEADS, DIM).to(dtype)
+    assert packed(bench, step) == [True, True]
+    relay, stock, exact = outputs(bench, step, query)
+    assert_as_good(relay, stock, exact, dtype)
+    bench.builder._copies = SegmentCopies(1, 0)
+    assert packed(bench, step) == [False, False]
+    in_place, _, _ = outputs(bench, step, query)
+    assert_as_good(in_place, stock, exact, dtype)
+    bench.builder._copies = SegmentCopies(1, 3)  # room for the first of them, of three blocks
+    assert packed(bench, step) == [True, False]
+    mixed, _, _ = outputs(bench, step, query)
+    # The rows of either group are as they were, bit for bit.
+    assert torch.equal(mixed[[0, 3, 5, 6]], relay[[0, 3, 5, 6]])
+    assert torch.equal(mixed[[1, 4]], in_place[[1, 4]])
+
+
+def test_a_system_kv_is_packed_when_it_is_loaded_and_as_long_as_it_is_pinned() -> None:
+    bench, step = bench_of(), make_step([[1, 2, 3, 10], [1, 2, 3, 11]], [100, 110])
+    other = make_step([[4, 5, 12], [4, 5, 13]], [70, 80])
+    timed(bench, copy=1e9, packed=KernelCosts(first=0.5))  # never worth it otherwise
+    bench.impl.copies = copies = bench.builder._copies = SegmentCopies(1, 3)
+    bench.impl.keep(bench.layer, bench.cache, [1, 2, 3])
+    bench.impl.keep(bench.layer, bench.cache, [1, 2, 6, 7])  # no room: read in place
+    assert [(len(c.block_ids), len(c._layers)) for c in copies] == [(3, 1)]
+    assert [packed(bench, s) for s in (step, other, step)] == [[True], [False], [True]]
+    query = torch.randn(2, HEADS, DIM).bfloat16()
+    assert_as_good(*outputs(bench, step, query), torch.bfloat16)
+    bench.impl.keep(bench.layer, bench.cache, [1, 2])  # in the first
+    assert [len(c.block_ids) for c in copies] == [3]
+    bench.impl.forget()
+    assert [packed(bench, s) for s in (step, other, step)] == [[True], [False], [False]]
+
+
+def test_what_does_not_fit_evicts_nothing() -> None:
+    bench = bench_of()
+    bench.builder._copies = SegmentCopies(1, 3)
+    assert packed(bench, make_step([[1, 2, 10], [1, 2, 11]], [70, 80])) == [True]
+    (kept,) = bench.builder._copies
+    # Row 2 still vouches for the first, which no group of this step uses.
+    tables = [[3, 4, 5, 6, 12], [3, 4, 5, 6, 13], [1, 2, 10]]
+    assert packed(bench, make_step(tables, [140, 150, 70])) == [False]
+    assert list(bench.builder._copies) == [kept]
+
+
+def test_a_packed_segment_that_a_step_writes_to_is_packed_anew() -> None:
+    bench, step = bench_of(), make_step(TABLES, LENS)
+    query = torch.randn(len(LENS), HEADS, DIM).bfloat16()
+    before = outputs(bench, step, query)[0]
+    slots = torch.arange(BLOCK, 4 * BLOCK)
+    bench.builder.build(0, step.replace(num_actual_tokens=len(slots), slot_mapping=slots))
+    bench.keys[slots] = torch.randn(len(slots), KV_HEADS, DIM).bfloat16()
+    write(bench)
+    relay, stock, exact = outputs(bench, step, query)
+    assert_as_good(relay, stock, exact, torch.bfloat16)
+    with pytest.raises(AssertionError):
+        assert_as_good(before, stock, exact, torch.bfloat16)
+
+
+@pytest.mark.parametrize("head_size", [32, 64, 96, 128])
+def test_blocks_laid_out_for_amx_are_read_in_place(head_size: int) -> None:
+    """Their writer runs without AMX; vLLM's attention on them does not, and is taken from "vec"."""
+    dtype = torch.bfloat16
+    vec, amx = (make_bench(6, 2, head_size, dtype, isa, 21) for isa in ("vec", "amx"))
+    assert torch.equal(vec.keys, amx.keys) and not torch.equal(vec.cache, amx.cache)
+    step = make_step(TABLES, LENS)
+    query = torch.randn(len(LENS), 6, head_size).to(dtype)
+    _, stock, exact = outputs(vec, step, query)
+    for room in (0, 10**6):
+        amx.builder._copies = SegmentCopies(1, room)
+        # built by the builder for "vec": vLLM's own refuses to schedule for AMX without it
+        vec.builder._copies = amx.builder._copies
+        relay = vec.builder.build(0, step).relay
+        assert isinstance(relay, NativeStep)
+        out = torch.full_like(query, torch.nan)
+        relay.run(amx.layer, amx.impl._layout, query, amx.cache, out)
+        assert_as_good(out.double(), stock, exact, dtype)

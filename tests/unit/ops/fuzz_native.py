@@ -1,0 +1,201 @@
+"""Random calls of the CPU kernels against the float64 oracle.
+
+    python -m tests.unit.ops.fuzz_native --cases 10000 [--library build/sanitized.so] [--isa avx2]
+
+`python -m tests.unit.ops.sanitized OUT.so` builds the library with AddressSanitizer and UBSan; run then
+with their runtimes in LD_PRELOAD, as it prints. Any failure is printed with its seed.
+"""
+
+import argparse
+import random
+import sys
+import traceback
+
+import numpy as np
+import torch
+
+from tests.unit.ops import inputs
+from vllm_relay.ops import context_attention, providers, reference, system_attention
+from vllm_relay.ops.cpu.attention import context_sequences, fuse
+from vllm_relay.ops.native import library as native
+from vllm_relay.ops.native.packed import PackedSegment
+from vllm_relay.ops.step.native import StepAttention
+
+LAYOUTS = ("tokens", "heads", "turned", "packed")
+
+
+def _shape(rng: random.Random) -> tuple[int, int, int, torch.dtype]:
+    """Query heads, KV heads, head size, dtype."""
+    kv_heads, share = rng.choice([1, 1, 2, 3]), rng.choice([1, 1, 2, 3, 5])
+    size = 16 * rng.choice([1, 2, 2, 3, 4, 4, 5, 6, 7, 8, 16])
+    return kv_heads * share, kv_heads, size, rng.choice(inputs.DTYPES)
+
+
+def _strided(rng: random.Random, tokens: int, heads: int, size: int, dtype: torch.dtype, seed: int):
+    """[tokens, heads, size] in some order of memory, with gaps; in all of it that is not the
+    tensor lies NaN."""
+    order = rng.choice([(0, 1, 2), (1, 0, 2), (1, 2, 0), (2, 1, 0)])
+    shape = [(tokens, heads, size)[axis] for axis in order]
+    whole = torch.full([n + rng.choice([0, 0, 1, 3]) for n in shape], torch.nan).to(dtype)
+    view = whole[tuple(slice(0, n) for n in shape)]
+    view.copy_(inputs.normal(*shape, dtype=dtype, seed=seed))
+    return view.permute([order.index(axis) for axis in range(3)])
+
+
+def _length(rng: random.Random, most: int) -> int:
+    return rng.choice([0, 1, 2, rng.randint(1, 70), rng.randint(1, most)])
+
+
+def check_system(rng: random.Random, seed: int) -> None:
+    heads, kv_heads, size, dtype = _shape(rng)
+    tokens, keys = _length(rng, 40), _length(rng, 900)
+    q = _strided(rng, tokens, heads, size, dtype, seed)
+    k, v = (_strided(rng, keys, kv_heads, size, dtype, seed + i) for i in (1, 2))
+    scale = rng.choice([None, 0.1, -0.05])
+    out, lse = system_attention(q, k, v, scale=scale)
+    exact, exact_lse = reference.attention_lse(q, k, v, scale)
+    usual = inputs.stock(q * ((scale or size**-0.5) * size**0.5), k, v) if keys else exact.to(dtype)
+    inputs.assert_as_good(out, usual, exact)
+    inputs.assert_lse(lse, exact_lse, dtype)
+
+
+def check_context(rng: random.Random, seed: int) -> None:
+    heads, kv_heads, size, dtype = _shape(rng)
+    rows = rng.randint(1, 5)
+    step = inputs.paged(
+        [_length(rng, 500) for _ in range(rows)],
+        [rng.choice([0, 1, 1, rng.randint(1, 9)]) for _ in range(rows)],
+        heads=(heads, kv_heads),
+        head_size=size,
+        block_size=rng.choice([1, 7, 16, 32, 32, 64, 100, 128, 400, 512]),
+        dtype=dtype,
+        layout=rng.choice(LAYOUTS),
+        seed=seed,
+    )
+    from tests.unit.ops.test_context import check
+
+    check(step, context_attention)
+
+
+def check_fusion(rng: random.Random, seed: int) -> None:
+    heads, _, size, dtype = _shape(rng)
+    tokens, count = rng.randint(1, 30), rng.randint(1, 6)
+    outs, lses = inputs.partials(count, tokens, heads, size, dtype, seed)
+    for lse, out in zip(lses, outs, strict=True):
+        empty = torch.rand(heads, tokens) < rng.choice([0, 0, 0.3])
+        lse[empty] = rng.choice([-torch.inf, torch.inf])
+        out[empty.T] = torch.nan
+    wide = rng.random() < 0.5
+    places = torch.randperm(tokens + 3)[:tokens] if rng.random() < 0.5 else None
+    into = torch.full((tokens + 3, heads, size), 7.0).to(dtype)
+    fuse([x.float() for x in outs] if wide else outs, lses, into, places)
+    got = into[:tokens] if places is None else into[places]
+    inputs.assert_fused(got, reference.relay_fusion(outs, lses))
+    assert (into == 7).all((1, 2)).sum() >= 3, "written beyond its places"
+
+
+def check_step(rng: random.Random, seed: int) -> None:
+    """Groups, packed or in place, and contexts in one call, against attention to whole rows."""
+    heads, kv_heads, size, dtype = _shape(rng)
+    block = rng.choice([32, 64, 128])
+    groups = [(rng.randint(1, 4), rng.randint(1, 4)) for _ in range(rng.randint(1, 3))]
+    shared = [blocks for rows, blocks in groups for _ in range(rows)] + [0] * rng.randint(0, 2)
+    queries = [rng.randint(1, 4) for _ in shared]
+    own = [rng.randint(n, 2 * block) for n in queries]
+    lens = [blocks * block + n for blocks, n in zip(shared, own, strict=True)]
+    args = {"heads": (heads, kv_heads), "head_size": size, "block_size": block, "dtype": dtype}
+    step = inputs.paged(lens, queries, **args, layout=rng.choice(LAYOUTS), seed=seed)
+    rows_of = np.split(np.arange(len(lens)), np.cumsum([rows for rows, _ in groups]))
+    for rows, (_, blocks) in zip(rows_of[:-1], groups, strict=True):
+        step.block_table[rows, :blocks] = step.block_table[rows[0], :blocks].clone()
+    starts = step.query_start_loc.numpy()
+    layout = native.layout_of(step.k_cache, step.v_cache, paged=True)
+    segments, sequences = [], []
+    for rows, (_, blocks) in zip(rows_of[:-1], groups, strict=True):
+        table = step.block_table[rows[0]].numpy()
+        first, end = starts[rows[0]], starts[rows[-1] + 1]
+        which = 0
+        if rng.random() < 0.5:
+            tokens = blocks * block
+            segments.append(PackedSegment(layout, kv_heads, size, dtype, tokens, table))
+            which = len(segments)
+        sequences.append([first, end - first, blocks * block, 0, 0, which, table.ctypes.data])
+    width = max(1, max(-(-n // block) for n in own))
+    contexts = np.zeros((len(lens), width), dtype=np.int32)
+    for row, blocks in enumerate(shared):
+        mine = step.block_table[row, blocks : blocks + -(-own[row] // block)].numpy()
+        contexts[row, : len(mine)] = mine
+    rest = context_sequences(contexts, np.array(own), starts)
+    rest[:, native.PARTIAL] = 1
+    count = int(starts[-1])
+    places = torch.randperm(count) if rng.random() < 0.5 else None
+    attention = StepAttention(
+        np.concatenate([np.array(sequences, dtype=np.int64).reshape(-1, native.TABLE + 1), rest]),
+        (step, contexts),
+        places,
+        tokens=count,
+        partials=2,
+        segments=len(segments),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=size,
+        dtype=dtype,
+        scale=size**-0.5,
+    )
+    query, out = step.q, torch.full_like(step.q, torch.nan)
+    if places is not None:
+        query = torch.empty_like(step.q)
+        query[places] = step.q
+    attention.run(query, layout, [segment.layout for segment in segments], out)
+    got = out if places is None else out[places]
+    exact, usual = [], []
+    for row in range(len(lens)):
+        q, k, v = step.row(row)
+        exact.append(reference.attention_lse(q, k, v, causal=True)[0])
+        usual.append(inputs.stock(q, k, v, causal=True))
+    largest = float(torch.cat(exact).abs().max())
+    inputs.assert_as_good(got, torch.cat(usual), torch.cat(exact), partial=largest)
+
+
+CHECKS = (check_system, check_context, check_fusion, check_step)
+
+
+def run(cases: int, seed: int) -> list[str]:
+    """Check so many random calls; returns the failures."""
+    failures = []
+    before = torch.get_num_threads()
+    with providers.use("system", "native"), providers.use("context", "native"):
+        for case in range(seed, seed + cases):
+            rng = random.Random(case)
+            torch.manual_seed(case)
+            torch.set_num_threads(rng.randint(1, 4))
+            check = rng.choice(CHECKS)
+            try:
+                check(rng, case)
+            except Exception:
+                failures.append(f"seed {case}, {check.__name__}: {traceback.format_exc()}")
+    torch.set_num_threads(before)
+    return failures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--library", help="in place of the installed one")
+    parser.add_argument("--isa", help="instruction set, the best where none is given")
+    args = parser.parse_args()
+    if args.library:
+        library = native.Library(args.library)
+        native.library = lambda: library
+    if args.isa:
+        native.loaded().use_isa(args.isa)
+    failures = run(args.cases, args.seed)
+    for failure in failures[:10]:
+        print(failure)
+    print(f"{native.loaded().isa}: {args.cases} cases, {len(failures)} failures")
+    return bool(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""The CPU kernels: every instruction set against the oracle, bad calls, threads, sanitizers."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.ops import fuzz_native, inputs, sanitized
+from vllm_relay.ops import context_attention, providers, reference, system_attention
+from vllm_relay.ops.cpu import attention
+from vllm_relay.ops.native import library as native
+
+pytestmark = pytest.mark.skipif(
+    isinstance(native.library(), str), reason=f"no CPU kernels: {native.library()}"
+)
+ALL = ("avx512_bf16", "avx512", "avx2", "portable")
+
+
+@pytest.fixture(autouse=True)
+def same_settings_afterwards() -> Iterator[None]:
+    isa, threads = native.loaded().isa, torch.get_num_threads()
+    yield
+    native.loaded().use_isa(isa)
+    torch.set_num_threads(threads)
+
+
+def use(isa: str) -> None:
+    if isa not in native.loaded().isas:
+        pytest.skip(f"this machine has no {isa}")
+    native.loaded().use_isa(isa)
+
+
+@pytest.mark.parametrize("isa", ALL)
+@pytest.mark.parametrize("part", range(4))
+def test_random_calls_agree_with_the_oracle(isa: str, part: int) -> None:
+    use(isa)
+    assert fuzz_native.run(120, 10_000 * part) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", ALL)
+def test_random_calls_touch_no_memory_but_their_own(isa: str, library: Path) -> None:
+    use(isa)
+    command = [sys.executable, "-m", "tests.unit.ops.fuzz_native", "--cases", "150", "--isa", isa]
+    done = subprocess.run(
+        [*command, "--library", str(library)],
+        cwd=sanitized.ROOT,
+        env=os.environ | sanitized.environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sanitized") / "kernels.so"
+    sanitized.build(path)
+    return path
+
+
+def test_the_sanitizers_see_a_read_beyond_a_tensor(library: Path) -> None:
+    script = (
+        "import sys, torch; from vllm_relay.ops.native import library as native; from vllm_relay.ops.cpu import attention; import numpy as np\n"
+        f"lib = native.Library({str(library)!r}); native.library = lambda: lib\n"
+        "q, k = torch.ones(1, 1, 32), torch.ones(64, 1, 32)\n"
+        "layout = native.layout_of(k, k, False)\n"
+        "attention.attend_once(q, 1, 1.0, layout, np.array([[0, 1, 65, 0, 0, 0, 0]]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=sanitized.ROOT,
+        env=os.environ | sanitized.environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0 and "heap-buffer-overflow" in done.stderr
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 8, 9, 11, 13, 129, 300])
+def test_any_number_of_rows(rows: int) -> None:
+    q, k, v = (inputs.normal(n, 1, 64, dtype=torch.bfloat16, seed=n) for n in (rows, 777, 777))
+    with providers.use("system", "native"):
+        out, _ = system_attention(q, k, v)
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1).double() for x in (q, k, v))
+    )
+    inputs.assert_as_good(out, inputs.stock(q, k, v), exact.transpose(0, 1))
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_threads_share_one_long_prefix_and_the_sums_are_reproducible(heads: int) -> None:
+    q, k, v = (inputs.normal(n, heads, 128, dtype=torch.bfloat16) for n in (5, 9000, 9000))
+    results = []
+    for threads in (1, 2, 3, 7):
+        torch.set_num_threads(threads)
+        first, again = (system_attention(q, k, v) for _ in range(2))
+        assert all(map(torch.equal, first, again))
+        results.append(first)
+    for out, lse in results[1:]:
+        assert (out.double() - results[0][0].double()).abs().max() < 4e-3
+        assert (lse - results[0][1]).abs().max() < 1e-4
+
+
+def test_a_block_that_does_not_exist_is_refused_before_it_is_read() -> None:
+    step = inputs.paged([40], [1], block_size=32)
+    layout = native.layout_of(step.k_cache, step.v_cache, paged=True)
+    for bad in (-1, len(step.k_cache), 2**31 - 1):
+        table = np.array([[0, bad]], dtype=np.int32)
+        sequences = attention.context_sequences(table, np.array([40]), np.array([0, 1]))
+        with pytest.raises(ValueError, match="block id"):
+            attention.attend_once(step.q, 2, 1.0, layout, sequences)
+        step.block_table[0, 1] = bad
+        with pytest.raises(ValueError, match="block_table"):
+            context_attention(*step.args())
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_sequences_without_queries_come_first(threads: int) -> None:
+    step = inputs.paged([5, 300, 40, 0], [0, 64, 0, 0], heads=(1, 1), block_size=32)
+    torch.set_num_threads(threads)
+    out, lse = context_attention(*step.args())
+    exact, exact_lse = reference.context_attention(*step.args())
+    inputs.assert_lse(lse, exact_lse, step.q.dtype)
+    assert inputs.error(out, exact) < 1e-5
+
+
+@pytest.mark.parametrize("isa", ALL)
+def test_any_nan_stays_one(isa: str) -> None:
+    use(isa)
+    q, k, v = (inputs.normal(n, 1, 32) for n in (3, 50, 50))
+    q[1, 0, 3] = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)[0]
+    out, lse = system_attention(q, k, v)
+    assert out[1].isnan().all() and lse[:, 1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+
+
+def test_what_the_kernels_cannot_take_goes_to_pytorch() -> None:
+    q, k, v = (torch.randn(n, 2, 24) for n in (3, 10, 10))
+    assert providers.choose("system", q, k, v).name == "cpu"
+    with providers.use("system", "native"), pytest.raises(ValueError, match="multiple of 16"):
+        system_attention(q, k, v)
+    assert (
+        providers.choose("system", *(torch.randn(n, 2, 32) for n in (3, 10, 10))).name == "native"
+    )
+
+
+def test_a_library_of_other_sources_is_refused_and_an_instruction_set_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ValueError, match="avx512_vnni"):
+        native.loaded().use_isa("avx512_vnni")
+    script = "from vllm_relay.ops.native import library as native; print(native.library())"
+
+    def told(isa: str) -> str:
+        environment = os.environ | {"VLLM_RELAY_CPU_ISA": isa}
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        return done.stdout + done.stderr
+
+    assert "VLLM_RELAY_CPU_ISA=none" in told("none")
+    assert "VLLM_RELAY_CPU_ISA: 'mmx' is no instruction set here" in told("mmx")
+
+    monkeypatch.setattr(native, "TABLE", native.TABLE + 1)
+    with pytest.raises(OSError, match="install vllm-relay again"):
+        native.Library(str(native.loaded()._functions._name))

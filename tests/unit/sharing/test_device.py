@@ -1,0 +1,172 @@
+"""Constants of devices: which are taken, for which shape, and what a file may hold."""
+
+import json
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from vllm_relay.sharing import cost_store as device
+from vllm_relay.sharing.cost_store import Constants, Kernel, find_costs, load, save
+
+HERE = Constants(
+    device="some CPU (vec)",
+    threads=1,
+    heads=8,
+    kv_heads=2,
+    head_size=64,
+    dtype="bfloat16",
+    cache=1 << 20,
+    stock=Kernel(call=1e-6, token=2e-12, first=3e-11, read=4e-12, far=6e-12, pair=5e-12),
+    context=Kernel(call=2e-6, token=3e-12, first=4e-11, read=5e-12, far=6e-12, pair=6e-12),
+    system=Kernel(call=3e-6, token=4e-12, first=5e-11, read=0.0, far=0.0, pair=1e-12),
+    fusion=1e-10,
+    step=1e-5,
+    level=2e-6,
+    copy=2e-10,
+)
+
+
+@pytest.fixture(autouse=True)
+def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "folder" / "devices.json"
+    monkeypatch.setenv("VLLM_RELAY_DEVICES", str(path))
+    return path
+
+
+def find(heads: int = 8, kv_heads: int = 2, head_size: int = 64, **given: object) -> device.Found:
+    arguments = {"device": HERE.device, "threads": 1, **given}
+    return find_costs(heads, kv_heads, head_size, **arguments)  # type: ignore[arg-type]
+
+
+def test_constants_become_costs_by_bytes_and_operations() -> None:
+    costs = HERE.costs(8, 2, 64, "bfloat16")
+    kv_bytes, query_bytes, flops = 2 * 2 * 64 * 2, 8 * 64 * 2, 4 * 8 * 64
+    assert costs.stock.call == 1e-6 and costs.step == 1e-5 and costs.level == 2e-6
+    assert costs.stock.first == pytest.approx(3e-11 * kv_bytes)
+    assert costs.context.read == pytest.approx(5e-12 * kv_bytes)
+    assert costs.system.token == pytest.approx(4e-12 * query_bytes)
+    assert costs.system.pair == pytest.approx(1e-12 * flops)
+    assert costs.fusion == pytest.approx(1e-10 * query_bytes)
+    assert costs.copy == pytest.approx(2e-10 * kv_bytes)
+    assert costs.stock.far == pytest.approx(6e-12 * kv_bytes)
+    assert costs.stock.near == (1 << 20) / (2 * 64 * 2)
+    twice = HERE.costs(16, 4, 64, "float32")
+    assert twice.stock.first == pytest.approx(4 * costs.stock.first)
+    assert twice.stock.pair == pytest.approx(2 * costs.stock.pair)
+
+
+def test_the_users_measurement_of_the_same_comes_first(own_file: Path) -> None:
+    save([HERE], own_file)
+    found = find()
+    assert found.costs == HERE.costs(8, 2, 64, "bfloat16")
+    assert (found.margin, found.guessed) == (device.MARGIN, False)
+    assert str(own_file) in found.source and "8/2 heads of 64" in found.source
+    # a newer one takes its place; other shapes, threads and devices stay beside it
+    others = [replace(HERE, threads=2), replace(HERE, heads=4), replace(HERE, device="other")]
+    save([replace(HERE, step=0.5), *others], own_file)
+    assert len(load(own_file)) == 4 and find().costs.step == 0.5
+    assert find(threads=2).costs.step == 1e-5
+    # without its instruction set a name stands for all
+    assert not find(device="some CPU").guessed
+
+
+def test_another_shape_or_device_stands_in_with_a_wider_margin(own_file: Path) -> None:
+    save([HERE, replace(HERE, heads=32, kv_heads=8, head_size=128, step=0.5)], own_file)
+    near = find(28, 4, 128)
+    assert near.costs.step == 0.5 and not near.guessed
+    assert near.margin == device.MARGIN_OF_A_GUESS
+    assert near.costs.stock.first == pytest.approx(3e-11 * 2 * 4 * 128 * 2)
+    other = find(device="no such CPU")
+    assert other.guessed and other.margin == device.MARGIN_OF_A_GUESS
+    assert other.source.startswith("no such CPU with 1 thread was not measured; costs of some CPU")
+
+
+def test_what_is_shipped_can_be_read_and_is_of_real_machines() -> None:
+    shipped = load(device.SHIPPED)
+    assert len({entry.shape() for entry in shipped}) == len(shipped) >= 3
+    for entry in shipped:
+        assert entry.measured and "(" in entry.device
+        costs = entry.costs(entry.heads, entry.kv_heads, entry.head_size, entry.dtype)
+        if entry.packed is None:  # context attention is vLLM's kernel, and more
+            for name in ("call", "token", "first", "read", "far", "pair"):
+                assert getattr(costs.context, name) >= getattr(costs.stock, name)
+        else:
+            assert costs.packed is not None and costs.packed.pair > 0
+            assert costs.rest is not None and costs.rest.call == 0
+        assert costs.stock.first > 0 and costs.stock.pair + costs.stock.read > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "Expecting property name"),
+        ("{}", "expected a list of measurements"),
+        ("[1]", "measurement 0: expected an object, got int"),
+        ('[{"device": 1}]', "measurement 0: kernel: expected an object, got None"),
+    ],
+)
+def test_a_file_that_is_none_is_named(own_file: Path, text: str, message: str) -> None:
+    own_file.parent.mkdir()
+    own_file.write_text(text)
+    with pytest.raises(ValueError, match=message) as raised:
+        find()
+    assert str(raised.value).startswith(str(own_file))
+    # and it is not written over
+    with pytest.raises(ValueError, match=message):
+        save([HERE], own_file)
+    assert own_file.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"threads": 0}, "threads must be a whole number >= 1, got 0"),
+        ({"threads": True}, "threads must be a whole number"),
+        ({"step": -1.0}, "step must be seconds from 0 to 1, got -1.0"),
+        ({"step": float("nan")}, "step must be seconds"),
+        ({"device": 3}, "device must be text, got 3"),
+        ({"extra": 1}, "unknown or missing: extra"),
+    ],
+)
+def test_a_wrong_value_is_named(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Constants.from_mapping(asdict(HERE) | change)
+
+
+def test_a_missing_value_is_named() -> None:
+    given = asdict(HERE)
+    del given["stock"]["pair"]
+    with pytest.raises(ValueError, match="unknown or missing: pair"):
+        Constants.from_mapping(given)
+    assert Constants.from_mapping(asdict(HERE)) == HERE
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"dtype: expected one of bfloat16, .*got 'int4'"):
+        find(dtype="int4")
+
+
+def test_a_write_that_fails_leaves_the_old_file(own_file: Path, monkeypatch) -> None:
+    save([HERE], own_file)
+    before = own_file.read_text()
+    monkeypatch.setattr(Path, "replace", lambda *args: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        save([replace(HERE, threads=4)], own_file)
+    assert own_file.read_text() == before
+    assert os.listdir(own_file.parent) == [own_file.name]
+
+
+def test_where_the_users_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("VLLM_RELAY_DEVICES")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert device.user_file() == tmp_path / "vllm-relay" / "devices.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert device.user_file() == tmp_path / "home" / ".cache" / "vllm-relay" / "devices.json"
+
+
+def test_json_is_what_people_can_read(own_file: Path) -> None:
+    save([HERE], own_file)
+    assert json.loads(own_file.read_text())[0]["stock"]["call"] == 1e-6

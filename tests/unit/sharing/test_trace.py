@@ -1,0 +1,151 @@
+"""Request logs as they come, and how those that cannot be read are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.sharing.traces import row, write
+from vllm_relay.explain.trace import Request, read_trace
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log.jsonl"
+
+
+def read(log: Path, *rows: Any, block_tokens: int | None = 4, **more: Any) -> list[Request]:
+    return read_trace(write(log, list(rows)), block_tokens, **more).requests
+
+
+def refused(log: Path, content: bytes, block_tokens: int | None = 4, **more: Any) -> str:
+    """What is wrong, without the name of the file."""
+    log.write_bytes(content)
+    with pytest.raises(ValueError) as caught:
+        read_trace(log, block_tokens, **more)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(str(log))
+    return str(caught.value).removeprefix(str(log))
+
+
+def test_a_row_of_hashes(log: Path) -> None:
+    (request,) = read(log, row(10, 3, [7, 8, 9], 1.5))
+    assert request == Request(1.5, 10, 3, (1, 2), line=1)
+
+
+def test_a_last_block_that_is_not_full_does_not_count(log: Path) -> None:
+    a, b, c = read(log, row(8, 1, [7, 8]), row(7, 1, [7, 8]), row(7, 1, [7]))
+    assert (a.blocks, b.blocks, c.blocks) == ((1, 2), (1,), (1,))
+
+
+def test_an_id_after_other_blocks_is_another_block(log: Path) -> None:
+    a, b, c = read(log, row(8, 1, [1, 2]), row(8, 1, [3, 2]), row(12, 1, [1, 2, 2]))
+    assert a.blocks[1] != b.blocks[1]
+    assert c.blocks[:2] == a.blocks and c.blocks[2] not in (*a.blocks, *b.blocks)
+
+
+def test_tokens_make_blocks(log: Path) -> None:
+    a, b, c, d = read(
+        log,
+        {"prompt_token_ids": [1, 2, 3, 4, 5, 6, 7, 8, 9], "output_length": 5, "timestamp": 2},
+        {"prompt_token_ids": [1, 2, 3, 4, 5, 6, 7, 9], "max_tokens": 6},
+        {"prompt": [0, 2, 3, 4, 5, 6, 7, 8]},
+        {"prompt_token_ids": [], "max_tokens": None},
+    )
+    assert a == Request(2.0, 9, 5, (1, 2), line=1)
+    assert (b.blocks[0], b.output_length) == (a.blocks[0], 6)
+    assert not {*a.blocks, *b.blocks} & {*c.blocks} and len({*a.blocks, *b.blocks}) == 3
+    assert (d.input_length, d.output_length, d.blocks) == (0, 256, ())
+
+
+def test_text_and_messages_go_through_the_tokenizer(log: Path) -> None:
+    messages = [{"role": "user", "content": "abcd"}, {"role": "user", "content": "efgh"}]
+
+    def tokenize(prompt: str | list[Any]) -> list[int]:
+        text = prompt if isinstance(prompt, str) else "".join(m["content"] for m in prompt)
+        return [ord(letter) for letter in text]
+
+    a, b = read(log, {"prompt": "abcdefg"}, {"messages": messages}, tokenize=tokenize)
+    assert (a.blocks, b.blocks) == ((1,), (1, 2))
+    assert (a.input_length, a.text, b.text) == (7, "abcdefg", "abcd efgh")
+
+
+def test_blocks_are_as_large_as_the_rows_suggest(log: Path) -> None:
+    hashes, tokens = row(513, 1, [1, 2]), {"prompt_token_ids": list(range(33))}
+    assert [len(r.blocks) for r in read(log, hashes, block_tokens=None)] == [1]
+    assert [len(r.blocks) for r in read(log, tokens, block_tokens=None)] == [2]
+    assert len(read(log, hashes, tokens, block_tokens=512)) == 2
+    content = f"{json.dumps(hashes)}\n{json.dumps(tokens)}\n".encode()
+    assert refused(log, content, None) == (
+        ": some rows hold hash_ids, others tokens: say how many tokens a block has"
+    )
+
+
+def test_empty_lines_are_nothing_but_are_counted(log: Path) -> None:
+    log.write_text(f"\n{json.dumps(row(4, 1, [1]))}\n  \n{json.dumps(row(4, 1, [1]))}")
+    assert [request.line for request in read_trace(log, 4).requests] == [2, 4]
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n"])
+def test_an_empty_file_is_refused(log: Path, content: bytes) -> None:
+    assert refused(log, content) == ": is empty"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"prompt": ', "is not JSON: Expecting value: line 2 column 1 (char 12)"),
+        (b'{"prompt": "\xff"}', "is not UTF-8 text"),
+        (b"[1, 2]", "must be an object, one per line"),
+        (b"{}", "has none of hash_ids, prompt_token_ids, prompt, messages"),
+        (b'{"hash_ids": [1], "output_length": 1}', "input_length is missing"),
+        (b'{"hash_ids": [1], "input_length": 4}', "output_length is missing"),
+        (b'{"prompt_token_ids": [1, -2]}', "prompt_token_ids must be a list of token ids"),
+        (b'{"prompt_token_ids": [1, 2.0]}', "prompt_token_ids must be a list of token ids"),
+        (b'{"prompt": {}}', "prompt must be a list of token ids"),
+        (b'{"prompt": "a"}', "prompt needs a tokenizer: give its folder"),
+        (b'{"messages": [1]}', "messages must be a list of objects"),
+        (b'{"messages": []}', "messages needs a tokenizer: give its folder"),
+        (b'{"prompt": [1], "max_tokens": -1}', "max_tokens must be a whole number >= 0, got -1"),
+        (
+            b'{"prompt": [1], "timestamp": "noon"}',
+            "timestamp must be a number of milliseconds, got 'noon'",
+        ),
+        (
+            b'{"prompt": [1], "timestamp": NaN}',
+            "timestamp must be a number of milliseconds, got nan",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_line(log: Path, content: bytes, message: str) -> None:
+    good = json.dumps(row(4, 1, [1])).encode()
+    assert refused(log, good + b"\n" + content + b"\n") == f":2: {message}"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_length": -1}, "input_length must be a whole number >= 0, got -1"),
+        ({"input_length": True}, "input_length must be a whole number >= 0, got True"),
+        ({"output_length": 2.0}, "output_length must be a whole number >= 0, got 2.0"),
+        ({"hash_ids": 7}, "hash_ids must be a list of whole numbers"),
+        ({"hash_ids": [1, "2"]}, "hash_ids must be a list of whole numbers"),
+        ({"hash_ids": [1, 2.0]}, "hash_ids must be a list of whole numbers"),
+        ({"hash_ids": [1]}, "1 hash_ids for 8 tokens of input; blocks of 4 tokens make 2"),
+        ({"hash_ids": [1] * 3}, "3 hash_ids for 8 tokens of input; blocks of 4 tokens make 2"),
+        ({"output_length": 2**31}, "8 + 2147483648 tokens are too many for one request"),
+    ],
+)
+def test_a_row_of_hashes_must_make_sense(log: Path, change: dict[str, Any], message: str) -> None:
+    content = json.dumps(row(8, 1, [1, 2]) | change).encode()
+    assert refused(log, content) == f":1: {message}"
+
+
+def test_a_tokenizer_that_fails_is_named_with_the_line(log: Path) -> None:
+    def tokenize(prompt: str | list[Any]) -> list[int]:
+        raise KeyError("role")
+
+    content = b'{"messages": [{}]}'
+    message = refused(log, content, tokenize=tokenize)
+    assert message == ":1: the tokenizer refuses messages: 'role'"

@@ -1,0 +1,220 @@
+"""The plugin in processes of its own: what it registers, what survives pickling, what it
+refuses.
+"""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tests.engine.engine import ROOT, environment
+from vllm_relay.plugin import SUPPORTED, check_engine_version
+
+
+def _python(code: str, *, with_log: bool = False) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=environment(VLLM_LOGGING_LEVEL="INFO"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout + (done.stderr if with_log else "")
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.27.1+cpu", "0.32.0", "0.33.1rc1"])
+def test_supported_engines_are_accepted(version: str) -> None:
+    assert check_engine_version(version) is None
+
+
+@pytest.mark.parametrize("version", ["0.25.9", "0.34.0", "1.0.0+cpu", "dev", "0.x"])
+def test_other_engines_are_refused_with_the_range(version: str) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"supports vLLM >= 0\.26, < 0\.34; found " + version[:3]
+    ):
+        check_engine_version(version)
+
+
+def test_the_range_is_the_same_wherever_it_is_written() -> None:
+    low, high = (".".join(map(str, version)) for version in SUPPORTED)
+    assert f'cuda = ["vllm>={low},<{high}"]' in (ROOT / "pyproject.toml").read_text()
+    assert f"{low} to 0.{SUPPORTED[1][1] - 1} are accepted" in (ROOT / "README.md").read_text()
+
+
+def test_importing_the_package_loads_neither_torch_nor_vllm() -> None:
+    out = _python("import sys, vllm_relay; print({'torch', 'vllm', 'numpy'} & set(sys.modules))")
+    assert out.strip() == "set()"
+
+
+def test_register_is_idempotent_and_keeps_one_member() -> None:
+    out = _python(
+        """
+        import vllm_relay
+        vllm_relay.register()
+        from vllm.platforms.cpu import CpuPlatform
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum as E
+        member, wrapped = E["RELAY"], CpuPlatform.get_attn_backend_cls.__func__
+        vllm_relay.register()
+        assert E["RELAY"] is member and list(E).count(member) == 1
+        assert CpuPlatform.get_attn_backend_cls.__func__ is wrapped
+        print(member.get_class().__name__, member.get_class().get_name())
+        """
+    )
+    assert out.split()[-2:] == ["RelayBackend", "RELAY"]
+
+
+def test_a_config_can_be_unpickled_where_nothing_is_registered_yet() -> None:
+    out = _python(
+        """
+        import copy, os, pickle, subprocess, sys
+        import vllm_relay
+        vllm_relay.register()
+        from vllm.config import AttentionConfig
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum as E
+        config = AttentionConfig(backend="Relay")
+        assert copy.deepcopy(config).backend is E["RELAY"]
+        assert pickle.loads(pickle.dumps(E["CPU_ATTN"])) is E["CPU_ATTN"]
+        code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).backend.name)"
+        os.environ["VLLM_PLUGINS"] = ""  # the child knows the plugin from the pickle alone
+        done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(config), stdout=-1)
+        print(done.stdout.decode())
+        """
+    )
+    assert out.split()[-1] == "RELAY"
+
+
+def test_the_name_is_known_before_any_engine_is_made() -> None:
+    out = _python(
+        """
+        from vllm.config import AttentionConfig
+        print(AttentionConfig(backend="Relay").backend.name)
+        """
+    )
+    assert out.split()[-1] == "RELAY"
+
+
+def test_an_engine_out_of_range_stops_register_with_the_reason() -> None:
+    out = _python(
+        """
+        import vllm.version
+        vllm.version.__version__ = "0.99.0"
+        import vllm_relay
+        try:
+            vllm_relay.register()
+        except RuntimeError as error:
+            print(error)
+        """
+    )
+    assert "found 0.99.0" in out and "VLLM_PLUGINS" in out
+
+
+def test_layers_without_a_relay_class_get_vllms_own_and_a_reason() -> None:
+    out = _python(
+        """
+        from types import SimpleNamespace
+        import vllm_relay
+        vllm_relay.register()
+        from vllm.platforms.cpu import CpuPlatform
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum as E
+        plain = SimpleNamespace(use_mla=False, use_sparse=False)
+        print(CpuPlatform.get_attn_backend_cls(E["RELAY"], plain))
+        print(CpuPlatform.get_attn_backend_cls(E["FLASH_ATTN"], plain))
+        mla = SimpleNamespace(use_mla=True, use_sparse=False)
+        try:
+            print(CpuPlatform.get_attn_backend_cls(E["RELAY"], mla))
+        except NotImplementedError as error:  # 0.27 has no MLA on the CPU
+            print(error)
+        """,
+        with_log=True,
+    )
+    assert "vllm_relay.backend.RelayBackend" in out
+    assert "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend" in out
+    assert "MLA" in out
+    assert "relay: not used: multi-head latent attention has no relay path" in out
+
+
+def test_no_core_is_set_aside_for_our_connectors() -> None:
+    code = """
+        from types import SimpleNamespace
+
+        from vllm.utils.ompmultiprocessing import OMPProcessManager
+        from vllm_relay import register
+
+        def reserved(connector):
+            parallel = SimpleNamespace(
+                local_world_size=1, data_parallel_rank_local=0, _api_process_count=1
+            )
+            transfer = None if connector is None else SimpleNamespace(kv_connector=connector)
+            config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer)
+            count = OMPProcessManager(config).reserve_cpu_num
+            assert config.kv_transfer_config is transfer  # the engine's own is left as it is
+            return count
+
+        assert reserved("SystemKVConnector") == reserved(None) + 1  # vLLM's way
+        register()
+        assert reserved("SystemKVConnector") == reserved("CaptureConnector") == reserved(None)
+        assert reserved("NixlConnector") == reserved(None) + 1
+        """
+    _python(code)
+
+
+def test_on_cuda_a_model_that_relay_cannot_serve_gets_what_vllm_chooses() -> None:
+    code = """
+        import sys
+        from types import ModuleType
+
+        import torch
+        import vllm_relay
+        vllm_relay.register()
+        # The compiled half of the CUDA build; the platform's class itself is vLLM's.
+        sys.modules["vllm._C_stable_libtorch"] = ModuleType("kernels")
+        sys.modules.setdefault("vllm._C", ModuleType("kernels"))
+        from vllm.platforms.cuda import CudaPlatformBase as Platform
+        from vllm.platforms.interface import DeviceCapability
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum as E
+        from vllm.v1.attention.selector import AttentionSelectorConfig
+        from vllm_relay import backend, plugin
+        from vllm_relay.backend import cuda
+
+        backend.RelayBackend = cuda.RelayBackend  # as on a machine with a GPU
+        Platform.get_device_capability = classmethod(lambda cls, device=0: DeviceCapability(9, 0))
+        plugin.fall_back(Platform)
+        plugin.fall_back(Platform)
+        layer = dict(head_size=64, kv_cache_dtype="auto", block_size=16)
+        for dtype in (torch.bfloat16, torch.float32):
+            config = AttentionSelectorConfig(dtype=dtype, **layer)
+            print(dtype, Platform.get_attn_backend_cls(E["RELAY"], config))
+        """
+    out = _python(code, with_log=True)
+    assert "torch.bfloat16 vllm_relay.backend.cuda.RelayBackend" in out
+    assert "torch.float32 vllm.v1.attention.backends.triton_attn" in out
+    assert out.count("relay: not used: Selected backend") == 1 and "dtype not supported" in out
+
+
+def test_vllms_flash_attention_is_a_provider_of_the_ops() -> None:
+    code = """
+        import torch
+        from tests.unit.backend import reference_flash
+        from vllm.v1.attention.backends import fa_utils
+        from vllm_relay import plugin
+        from vllm_relay.ops import providers
+
+        fa_utils.get_flash_attn_version = lambda: 3
+        fa_utils.flash_attn_varlen_func = reference_flash.flash_attn_varlen_func
+        plugin._offer_flash_attention()
+        assert "vllm" in providers._registered["system"]
+        q, cache = torch.randn(2, 4, 32), torch.randn(3, 16, 2, 64)
+        reason = providers._registered["context"]["vllm"].usable(q, cache, cache)
+        assert reason == "needs CUDA tensors", reason
+        fn = providers._registered["context"]["vllm"].fn
+        # What the checks in front of it would hand over.
+        out, lse = fn(
+            q, *cache.split(32, -1), torch.tensor([[1, 2]] * 2, dtype=torch.int32),
+            torch.tensor([20, 5], dtype=torch.int32), torch.arange(3, dtype=torch.int32),
+            0.2, 1, 20,
+        )
+        assert out.shape == q.shape and lse.shape == (4, 2) and lse.isfinite().all()
+        """
+    _python(code)

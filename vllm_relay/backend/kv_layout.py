@@ -1,0 +1,185 @@
+"""Where the CPU engine keeps each key and value inside a KV block, found by asking the engine.
+
+A block of one KV head is ``2 * block_size * head_size`` elements. How they are ordered depends on
+the instruction set the engine chose (row by row, transposed, in AMX tiles) and on its version.
+Instead of knowing every layout, this module writes numbered tokens through the backend's own cache
+update and reads back where each element went.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from vllm_relay.ops.native import library as native
+from vllm_relay.ops.native.library import Layout, Operand
+
+# Numbers up to 2 ** 7 are exact in every dtype, so positions are written as digits of this base.
+_BASE = 128
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """Index i lies at ``(i // inner) * outer_stride + (i % inner) * inner_stride``."""
+
+    size: int
+    inner: int
+    outer_stride: int
+    inner_stride: int
+
+    @property
+    def stride(self) -> int | None:
+        """Between all neighbours, if it is one."""
+        return self.outer_stride if self.inner == 1 else None
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """Keys or values of one (block, head): ``element(t, d) = offset + token(t) + channel(d)``."""
+
+    offset: int
+    token: _Axis
+    channel: _Axis
+
+    def view(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """View ``[num_blocks, H, T1, T0, D1, D0]``; token ``t`` is ``[t // |T0|, t % |T0|]``."""
+        t, d = self.token, self.channel
+        return kv_cache.as_strided(
+            (*kv_cache.shape[:2], t.size // t.inner, t.inner, d.size // d.inner, d.inner),
+            (
+                *kv_cache.stride()[:2],
+                t.outer_stride,
+                t.inner_stride,
+                d.outer_stride,
+                d.inner_stride,
+            ),
+            kv_cache.storage_offset() + self.offset,
+        )
+
+    def for_kernels(self, kv_cache: torch.Tensor, columns: _Axis, steps: _Axis) -> Operand | None:
+        """As the CPU kernels read it: the product that needs it has one axis for columns."""
+        if columns.stride == 1 and steps.stride is not None:
+            kind, stride, panel = native.ROWS, steps.stride, 0
+        elif steps.stride == 1 and columns.stride is not None:
+            kind, stride, panel = native.ACROSS, columns.stride, 0
+        elif (
+            # What the engine's kernels for AMX read is what ours read.
+            (steps.inner, steps.inner_stride) == (2, 1)
+            and (columns.inner, columns.inner_stride) == (16, 2)
+            and native.packs_pairs_of_16(kv_cache.dtype)
+        ):
+            kind, stride, panel = native.PANELS, steps.outer_stride, columns.outer_stride
+        else:
+            return None
+        return Operand(
+            base=kv_cache.data_ptr() + self.offset * kv_cache.itemsize,
+            stride=stride,
+            panel=panel,
+            head=kv_cache.stride(1),
+            block=kv_cache.stride(0),
+            kind=kind,
+        )
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Layout of one KV block of the CPU engine."""
+
+    key: _Operand
+    value: _Operand
+
+    def for_kernels(self, kv_cache: torch.Tensor) -> Layout | None:
+        """The cache ``[num_blocks, H, block_size, 2 * D]`` for the CPU kernels; None where they
+        cannot read this layout in place, or blocks of this size."""
+        blocks, _, block_size, _ = kv_cache.shape
+        key = self.key.for_kernels(kv_cache, self.key.token, self.key.channel)
+        value = self.value.for_kernels(kv_cache, self.value.channel, self.value.token)
+        if key is None or value is None or block_size % native.PIECE:
+            return None
+        return Layout(key, value, block_size, blocks)
+
+    def copy_rows(
+        self, kv_cache: torch.Tensor, block_ids: list[int], keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Copy blocks into row-major keys and values.
+
+        Args:
+            kv_cache: ``[num_blocks, H, block_size, 2 * D]``, the engine's view.
+            block_ids: blocks to copy, in order.
+            keys, values: ``[H, len(block_ids) * block_size, D]``, written.
+        """
+        for operand, rows in ((self.key, keys), (self.value, values)):
+            source = operand.view(kv_cache)
+            # [H, T, D] -> [H, blocks, T1, T0, D1, D0], as the source is per block
+            target = rows.unflatten(1, (len(block_ids), -1, operand.token.inner))
+            target = target.unflatten(4, (-1, operand.channel.inner))
+            for i, block_id in enumerate(block_ids):
+                target[:, i].copy_(source[block_id])
+
+
+def find_layout(
+    write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None],
+    num_kv_heads: int,
+    block_size: int,
+    head_size: int,
+    dtype: torch.dtype,
+) -> BlockLayout | None:
+    """Find the layout by writing one block.
+
+    Args:
+        write: ``write(key, value, kv_cache, slot_mapping)``, the backend's ``do_kv_cache_update``;
+            key and value ``[T, H, D]``, kv_cache ``[1, H, block_size, 2 * D]``, slot_mapping
+            ``[T]`` int64.
+        num_kv_heads, block_size, head_size, dtype: of the cache.
+
+    Returns:
+        None when the elements are not a plain rearrangement (a quantised cache, say).
+    """
+    count = block_size * head_size
+    number = torch.arange(count).view(block_size, 1, head_size)
+    slots = torch.arange(block_size)
+    # where[j] = number of the element found at position j of the block; keys count from 0, values
+    # from `count`
+    where = torch.zeros(2 * count, dtype=torch.int64)
+    digit_value = 1
+    while digit_value < 2 * count:
+        cache = torch.zeros(1, num_kv_heads, block_size, 2 * head_size, dtype=dtype)
+        key, value = (
+            ((n // digit_value) % _BASE).expand(-1, num_kv_heads, -1).to(dtype).contiguous()
+            for n in (number, number + count)
+        )
+        write(key, value, cache, slots)
+        where += cache[0, num_kv_heads - 1].flatten().long() * digit_value
+        digit_value *= _BASE
+    if not torch.equal(where.sort().values, torch.arange(2 * count)):
+        return None
+    position = where.argsort()
+    key_layout = _operand(position[:count].view(block_size, head_size))
+    value_layout = _operand(position[count:].view(block_size, head_size))
+    if key_layout is None or value_layout is None:
+        return None
+    return BlockLayout(key_layout, value_layout)
+
+
+def _operand(position: torch.Tensor) -> _Operand | None:
+    """Strides that describe ``position [block_size, D]``, or None when no two-level strides do."""
+    offset = int(position[0, 0])
+    token, channel = _axis(position[:, 0] - offset), _axis(position[0] - offset)
+    if token is None or channel is None:
+        return None
+    additive = position[:, :1] + position[:1] - offset
+    return _Operand(offset, token, channel) if torch.equal(additive, position) else None
+
+
+def _axis(offsets: torch.Tensor) -> _Axis | None:
+    """The two-level strides that give ``offsets [n]`` with the smallest inner run, or None."""
+    size = len(offsets)
+    index = torch.arange(size)
+    for inner in range(1, size + 1):
+        if size % inner:
+            continue
+        outer_stride = int(offsets[inner]) if inner < size else 0
+        inner_stride = int(offsets[1]) if inner > 1 else 0
+        if torch.equal((index // inner) * outer_stride + (index % inner) * inner_stride, offsets):
+            return _Axis(size, inner, outer_stride, inner_stride)
+    return None

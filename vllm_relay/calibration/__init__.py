@@ -1,0 +1,1 @@
+"""Measures the cost model's constants inside a running CPU engine."""

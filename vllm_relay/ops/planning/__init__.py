@@ -1,0 +1,1 @@
+"""The plan of a step made on the GPU."""

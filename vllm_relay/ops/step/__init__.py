@@ -1,0 +1,1 @@
+"""One layer's relay attention by a step's plan."""
