@@ -11,12 +11,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing import util
 
-from vllm_relay.ops.planning.device_plan import Report
-from vllm_relay.sharing import RelayPlan
+from vllm_relay.plan import SharingStats
 
 REPORT_SECONDS = 60.0
 # A child of vLLM's own logger: its handlers, format and level apply.
 logger = logging.getLogger("vllm.relay")
+
+
+# `DevicePlan.newest`: what the last step and all steps shared.
+Newest = Callable[[bool], tuple[SharingStats, SharingStats]]
 
 
 @dataclass
@@ -31,7 +34,9 @@ class _Counters:
 
 _counters = _Counters()
 # Plans on a device count there: how to ask each, as long as it lives, and KV bytes of a token.
-_devices: list[tuple["weakref.WeakMethod[Callable[[bool], tuple[Report, Report]]]", int]] = []
+_devices: list[
+    tuple["weakref.WeakMethod[Callable[[bool], tuple[SharingStats, SharingStats]]]", int]
+] = []
 _said: set[str] = set()
 _speaks = True
 _reported_at = 0.0
@@ -66,33 +71,26 @@ def counters(wait: bool = True) -> dict[str, int]:
     return found
 
 
-def count_step(plan: RelayPlan | None, kv_bytes_per_token: int) -> None:
+def count_step(stats: SharingStats, kv_bytes_per_token: int) -> None:
     """Count one planned step.
 
     Args:
-        plan: None when nothing is relayed. kv_bytes_per_token: KV bytes of one token over all
-            relayed layers.
+        stats: of the step. kv_bytes_per_token: KV bytes of one token over all relayed layers.
     """
-    _counters.steps += 1
-    if plan is None:
+    first = _counters.steps_relayed == 0
+    for name in ("steps", "steps_relayed", "groups", "requests", "tokens_shared"):
+        setattr(_counters, name, getattr(_counters, name) + getattr(stats, name))
+    if not stats.groups:
         return
-    if _counters.steps_relayed == 0:
-        _announce(
-            len(plan.rows),
-            plan.tokens_shared,
-            plan.num_groups,
-            plan.tokens_stock - plan.tokens_relay,
-            plan.tokens_stock,
-        )
-    _counters.steps_relayed += 1
-    _counters.groups += plan.num_groups
-    _counters.requests += len(plan.rows)
-    _counters.tokens_shared += plan.tokens_shared
-    _counters.kv_bytes_not_read += (plan.tokens_stock - plan.tokens_relay) * kv_bytes_per_token
+    _counters.kv_bytes_not_read += stats.tokens_saved * kv_bytes_per_token
+    if first:
+        _announce(stats)
     _report_now_and_then()
 
 
-def follow_device(newest: Callable[[bool], tuple[Report, Report]], kv_bytes_per_token: int) -> None:
+def follow_device(
+    newest: Callable[[bool], tuple[SharingStats, SharingStats]], kv_bytes_per_token: int
+) -> None:
     """Count what a plan on a device counts there, as long as it lives.
 
     Args:
@@ -101,29 +99,27 @@ def follow_device(newest: Callable[[bool], tuple[Report, Report]], kv_bytes_per_
     _devices.append((weakref.WeakMethod(newest), kv_bytes_per_token))
 
 
-def hear_device(last: Report) -> None:
+def hear_device(last: SharingStats) -> None:
     """Write to the log as `count_step` does, from the last step that a device told of."""
     if last.groups == 0:
         return
     if _reported_at == 0.0:
-        _announce(
-            last.requests, last.tokens_shared, last.groups, last.tokens_saved, last.tokens_stock
-        )
+        _announce(last)
     _report_now_and_then()
 
 
-def _announce(requests: int, shared: int, groups: int, saved: int, stock: int) -> None:
-    """One line when something is shared for the first time; the last three are KV tokens."""
+def _announce(stats: SharingStats) -> None:
+    """Log one line when something is shared for the first time."""
     global _reported_at
     _reported_at = time.monotonic()
     if _speaks:
         logger.info(
             "relay: %d requests share %s tokens in %d group%s: %.0f %% fewer KV reads",
-            requests,
-            f"{shared:,}",
-            groups,
-            "" if groups == 1 else "s",
-            100 * saved / stock,
+            stats.requests,
+            f"{stats.tokens_shared:,}",
+            stats.groups,
+            "" if stats.groups == 1 else "s",
+            100 * stats.tokens_saved / stats.tokens_stock,
         )
 
 

@@ -1,4 +1,4 @@
-"""What tests do inside the engine's processes: force tokens, plant errors, watch copies.
+"""Test code inside the engine's processes: forced tokens, planted errors, watched segments.
 
 vLLM loads both classes by name (``logits_processors=``, ``worker_extension_cls=``).
 """
@@ -39,39 +39,6 @@ class ForceTokens(AdapterLogitsProcessor):
         return force
 
 
-def _wrong_lse(stock: Any) -> Any:
-    def system_attention(*args: Any, **kwargs: Any) -> Any:
-        out, lse = stock(*args, **kwargs)
-        return out, lse + 0.1
-
-    return system_attention
-
-
-def _skipped_block(stock: Any) -> Any:
-    def system_attention(q: Any, k: Any, v: Any, **kwargs: Any) -> Any:
-        return stock(q, k[128:], v[128:], **kwargs)
-
-    return system_attention
-
-
-def _wrong_layout(stock: Any) -> Any:
-    def system_attention(q: Any, k: Any, v: Any, **kwargs: Any) -> Any:
-        tokens, heads, dim = k.shape
-        keys = k.transpose(0, 1).reshape(heads, tokens // 128, 128, dim)
-        scrambled = keys.transpose(2, 3).reshape(heads, tokens, dim).transpose(0, 1)
-        return stock(q, scrambled, v, **kwargs)
-
-    return system_attention
-
-
-def _wrong_context_lse(stock: Any) -> Any:
-    def attend_with_lse(*args: Any) -> Any:
-        out, lse, unknown = stock(*args)
-        return out, lse + 0.1, unknown
-
-    return attend_with_lse
-
-
 def _wrong_paged_lse(stock: Any) -> Any:
     def paged_relay(q: Any, k: Any, v: Any, step: Any, attend: Any, **kwargs: Any) -> Any:
         def wrong(part: Any, *args: Any) -> Any:
@@ -83,29 +50,18 @@ def _wrong_paged_lse(stock: Any) -> Any:
     return paged_relay
 
 
-def _wrong_level(stock: Any) -> Any:
-    def level_attention(q: Any, groups: Any, **kwargs: Any) -> Any:
-        if len(groups) < 3:
-            return stock(q, groups, **kwargs)
-        # each group of a level of several gets the segment of the next
-        moved = [(*a[:2], *b[2:]) for a, b in zip(groups, groups[1:] + groups[:1], strict=True)]
-        return stock(q, moved, **kwargs)
-
-    return level_attention
-
-
 def _wrong_sequences(change: Callable[[np.ndarray], None]) -> Callable[[Any], Any]:
-    """Our own kernels asked for something else; `change` gets the sequences of segments."""
+    """The kernels asked for something else; `change` gets the sequences of segments."""
 
     def planted(stock: Any) -> Any:
         class Wrong(stock):
-            def __init__(self, sequences: np.ndarray, *args: Any, **kwargs: Any) -> None:
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                sequences = self._kept[0]
                 segments = sequences[:, native.CAUSAL] == 0
                 wrong = sequences[segments]
                 change(wrong)
-                sequences = sequences.copy()
                 sequences[segments] = wrong
-                super().__init__(sequences, *args, **kwargs)
 
         return Wrong
 
@@ -137,7 +93,7 @@ def _wrong_native_lse(which: slice) -> Callable[[Any], Any]:
                 call.fused = None
                 attend(call)
                 self._lse[which] += 0.1
-                fuse(list(self._out), list(self._lse), out, self._kept[2])
+                fuse(list(self._out), list(self._lse), out, torch.from_numpy(self._kept[2]))
 
         return Wrong
 
@@ -147,29 +103,23 @@ def _wrong_native_lse(which: slice) -> Callable[[Any], Any]:
 def _turned(stock: Any) -> Any:
     """Keys of blocks read as if they lay token by token."""
 
-    def for_kernels(self: Any, kv_cache: Any) -> Any:
-        layout = stock(self, kv_cache)
+    def kernel_layout(self: Any, kv_cache: Any) -> Any:
+        layout = native.Layout.from_buffer_copy(stock(self, kv_cache))
         layout.k.kind, layout.k.stride = native.ACROSS, kv_cache.shape[3] // 2
         return layout
 
-    return for_kernels
+    return kernel_layout
 
 
-# name -> what is replaced, by its place in vllm_relay, and by what: in either kind of kernels
-SYSTEM, OURS = "ops.system.system_attention", "backend.cpu_native.StepAttention"
-PLANTS: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "lse": {SYSTEM: _wrong_lse, OURS: _wrong_native_lse(slice(-1))},
-    "context-lse": {
-        "backend.cpu_impl.attend_with_lse": _wrong_context_lse,
-        OURS: _wrong_native_lse(slice(-1, None)),
-    },
-    "block": {SYSTEM: _skipped_block, OURS: _wrong_sequences(_one_block_less)},
-    "layout": {SYSTEM: _wrong_layout, "backend.layout.BlockLayout.for_kernels": _turned},
-    "level": {
-        "backend.cpu_impl.level_attention": _wrong_level,
-        OURS: _wrong_sequences(_those_of_the_next_group),
-    },
-    "paged-lse": {"backend.cuda_impl.paged_relay": _wrong_paged_lse},
+STEP = "backend.cpu.NativeStep"
+# name -> the place in vllm_relay that is replaced, and by what
+PLANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "lse": (STEP, _wrong_native_lse(slice(-1))),
+    "context-lse": (STEP, _wrong_native_lse(slice(-1, None))),
+    "block": (STEP, _wrong_sequences(_one_block_less)),
+    "layout": ("backend.cpu_impl.RelayImpl.kernel_layout", _turned),
+    "level": (STEP, _wrong_sequences(_those_of_the_next_group)),
+    "paged-lse": ("backend.cuda_impl.paged_relay", _wrong_paged_lse),
 }
 
 
@@ -179,24 +129,18 @@ _seen: dict[str, dict[int, int]] = {"levels": {}, "queries": {}}
 
 
 def _watch() -> None:
-    """Compare every copy of a segment with the blocks themselves at the moment it is read."""
-    from vllm_relay.backend.packed_cache import SegmentCopies, SegmentCopy
+    """Compare every packed segment with the blocks themselves at the moment it is read."""
+    from vllm_relay.backend.packed_cache import PackedCache, Segment
 
-    stock_layer, stock_begin = SegmentCopy.layer, SegmentCopies.begin_step
+    stock_layer, stock_begin = Segment.layer, PackedCache.begin_step
 
-    def contents(made: Any) -> list[torch.Tensor]:
-        """Keys and values ``[H, elements in the order of tokens]``."""
-        if isinstance(made, tuple):
-            return [x.flatten(1) for x in made]
-        return list(made.tensors())
-
-    def layer(self: Any, name: str, make: Any) -> Any:
-        found, true = stock_layer(self, name, make), make()
+    def layer(self: Any, name: str, pack: Any) -> Any:
+        found, true = stock_layer(self, name, pack), pack(self.block_ids)
         _watched["reads"] += 1
-        # A copy may have been cut since this layer was made: compare what is left.
+        # A segment may have been cut since this layer was packed: compare what is left.
         _watched["stale"] += not all(
             torch.equal(mine[:, : now.shape[1]], now)
-            for mine, now in zip(contents(found), contents(true), strict=True)
+            for mine, now in zip(found.tensors(), true.tensors(), strict=True)
         )
         return found
 
@@ -205,7 +149,7 @@ def _watch() -> None:
         stock_begin(self, *args)
         _watched["dropped"] += before - len(self)
 
-    SegmentCopy.layer, SegmentCopies.begin_step = layer, begin_step
+    Segment.layer, PackedCache.begin_step = layer, begin_step
 
 
 class WorkerExtension:
@@ -213,33 +157,30 @@ class WorkerExtension:
 
     def watch(self, guarded: bool) -> None:
         """Count stale reads from now on; not ``guarded``: with the guard against them taken out."""
-        from vllm_relay.backend.packed_cache import SegmentCopies
+        from vllm_relay.backend.packed_cache import PackedCache
 
         if not guarded:
-            SegmentCopies.begin_step = lambda self, *args: None
+            PackedCache.begin_step = lambda self, *args: None
         _watch()
 
     def watch_steps(self) -> None:
         """Count levels and query lengths of relayed steps from now on."""
-        from vllm_relay.backend.cpu_torch import TorchSteps
+        from vllm_relay.backend.cpu import StepPlanner
 
-        from vllm_relay.backend.cpu_native import NativeSteps
+        stock = StepPlanner.plan
 
-        def counting(stock: Any) -> Any:
-            def make(self: Any, batch: Any, *args: Any) -> Any:
-                made = stock(self, batch, *args)
-                if made is not None:
-                    plan, step = made
-                    seen = {"levels": [len(step.levels)], "queries": batch.queries[plan.rows]}
-                    for name, values in seen.items():
-                        for value in map(int, values):
-                            _seen[name][value] = _seen[name].get(value, 0) + 1
-                return made
+        def plan(self: Any, common: Any) -> Any:
+            step, stats = stock(self, common)
+            if step is not None:
+                starts = step.plan.context.query_start_loc
+                grouped = step.plan.index[0][starts[:-1]] >= 0
+                seen = {"levels": [len(step.plan.levels)], "queries": np.diff(starts)[grouped]}
+                for name, values in seen.items():
+                    for value in map(int, values):
+                        _seen[name][value] = _seen[name].get(value, 0) + 1
+            return step, stats
 
-            return make
-
-        for steps in (NativeSteps, TorchSteps):
-            steps.make = counting(steps.make)
+        StepPlanner.plan = plan
 
     def seen_steps(self) -> dict[str, dict[int, int]]:
         return _seen
@@ -250,9 +191,9 @@ class WorkerExtension:
     def packed(self) -> dict[str, Any]:
         """Of each packed segment, in how many layers it is; and blocks that are pinned."""
         layers = self.vllm_config.compilation_config.static_forward_context.values()
-        (copies,) = {layer.impl.copies for layer in layers}
-        layers_of = [len(segment._layers) for segment in copies]
-        return {"layers": layers_of, "pinned": sorted(copies.lasting)}
+        (cache,) = {layer.impl.packed for layer in layers}
+        layers_of = [len(segment._layers) for segment in cache]
+        return {"layers": layers_of, "pinned": sorted(cache._pinned)}
 
     def scale_weights(self, factor: float) -> None:
         """What a weight update does: other numbers in the same parameters."""
@@ -291,6 +232,7 @@ class WorkerExtension:
     def plant(self, name: str | None) -> None:
         """Put an error of `PLANTS` into the relay path, or take it out again."""
         mock.patch.stopall()
-        for place, wrong in PLANTS[name].items() if name is not None else ():
+        if name is not None:
+            place, wrong = PLANTS[name]
             stock = pkgutil.resolve_name(f"vllm_relay.{place}")
             mock.patch(f"vllm_relay.{place}", wrong(stock)).start()

@@ -15,7 +15,8 @@ from typer.testing import CliRunner, Result
 
 from tests.unit.sharing.traces import conversations, row, tree, write
 from vllm_relay.cli import app
-from vllm_relay.sharing.cost_store import Constants, Kernel, cpu_name, find_costs, save
+from vllm_relay.sharing import KernelCosts
+from vllm_relay.sharing.cost_store import Constants, cpu_name, find_costs, save
 
 ROOT = Path(__file__).parents[2]
 KEYS = [
@@ -55,9 +56,23 @@ def data(*arguments: str | Path) -> Any:
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with logs; costs of this machine, measured long ago."""
-    kernel = Kernel(call=1e-6, token=1e-12, first=1e-11, read=1e-10, far=0.0, pair=1e-13)
+    kernel = KernelCosts(call=1e-6, token=1e-12, first=1e-11, read=1e-10, far=0.0, pair=1e-13)
     mine = Constants(
-        cpu_name(), 1, 32, 8, 128, "bfloat16", 1 << 20, kernel, kernel, kernel, 0, 0, 0, 0
+        device=cpu_name(),
+        threads=1,
+        heads=32,
+        kv_heads=8,
+        head_size=128,
+        dtype="bfloat16",
+        cache=1 << 20,
+        stock=kernel,
+        context=kernel,
+        system=kernel,
+        packed=kernel,
+        fusion=0.0,
+        step=0.0,
+        level=0.0,
+        copy=0.0,
     )
     save([mine], tmp_path / "devices.json")
     monkeypatch.setenv("VLLM_RELAY_DEVICES", str(tmp_path / "devices.json"))

@@ -1,15 +1,14 @@
 """The relay backend on vLLM's CPU engine: thin subclasses of vLLM's own ``CPU_ATTN``.
 
 A step with groups runs, per layer, one call of our own kernels: system attention of every level,
-the contexts of all rows, and relay fusion. Without those kernels it runs system attention per level
-with PyTorch's, vLLM's own over what is left of the grouped rows, and fusion; rows in no group go to
-vLLM's kernel as they are. Every other step, and every layer that the split does not cover, is
-vLLM's own code on vLLM's own metadata. Rows may have any number of query tokens: decodes, drafts to
-verify, prefills.
+the contexts of all requests, and relay fusion. Every other step, and every layer that relay does
+not cover, is vLLM's own code on vLLM's own metadata. Requests may have any number of query tokens:
+decodes, drafts to verify, prefills.
 """
 
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
@@ -20,13 +19,13 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from vllm_relay import metrics
-from vllm_relay.backend.cpu_impl import RelayImpl, RelayMetadata
-from vllm_relay.backend.cpu_native import NativeStep, NativeSteps
-from vllm_relay.backend.metadata import Batch
-from vllm_relay.backend.packed_cache import SegmentCopies, written_blocks
+from vllm_relay.backend.cpu_impl import RelayImpl, RelayMetadata, RelayStep
+from vllm_relay.backend.packed_cache import PackedCache, written_blocks
 from vllm_relay.config import RelayConfig, only_system_kv
 from vllm_relay.ops.native import library as native
-from vllm_relay.sharing import Costs, Planner, RelayPlan, reads
+from vllm_relay.ops.step.native import NativeStep
+from vllm_relay.plan import SharingStats
+from vllm_relay.sharing import Costs, Planner, make_plan, reads, stats_of
 from vllm_relay.sharing.cost_store import SHIPPED, cpu_name, find_costs
 
 LEVELS = 3
@@ -48,69 +47,135 @@ class RelayBackend(CPUAttentionBackend):
         return RelayMetadataBuilder
 
 
+class StepPlanner:
+    """Plans the steps of one KV cache group.
+
+    Args:
+        layer: the attention of any relayed layer; all have its heads and scale.
+        block_size: of the block tables. dtype: of queries and KV.
+        costs, max_levels: as `sharing.choose`. packed: the packed segments.
+    """
+
+    def __init__(
+        self,
+        layer: RelayImpl,
+        block_size: int,
+        dtype: torch.dtype,
+        costs: Costs,
+        max_levels: int,
+        packed: PackedCache,
+    ) -> None:
+        self.packed = packed
+        self._block_size = block_size
+        self._costs = costs
+        self._planner = Planner(block_size, costs, max_levels)
+        self._layer: dict[str, Any] = {
+            "heads": layer.num_heads,
+            "kv_heads": layer.num_kv_heads,
+            "head_size": layer.head_size,
+            "dtype": dtype,
+            "scale": layer.scale,
+        }
+
+    def plan(self, common: Any) -> tuple[RelayStep | None, SharingStats]:
+        """One step; ``common``: vLLM's CommonAttentionMetadata. Called for every step.
+
+        Returns:
+            None where vLLM's own attention is predicted to be as fast; and what the step shares.
+        """
+        table = common.block_table_tensor[: common.num_reqs].numpy()
+        lens = common.seq_lens[: common.num_reqs].numpy()
+        starts = common.query_start_loc[: common.num_reqs + 1].numpy()
+        queries = np.diff(starts)
+        if self.packed:
+            slots = common.slot_mapping[: common.num_actual_tokens].numpy()
+            computed = (lens - queries) // self._block_size
+            self.packed.begin_step(table, computed, written_blocks(slots, self._block_size))
+        if len(lens) < 2 or common.causal is not True:
+            return None, SharingStats(steps=1)
+        choice = self._planner.plan(table, lens, queries)
+        if not choice.forest.levels:
+            return None, SharingStats(steps=1)
+        found = self.packed.of_step(choice, table, self._costs)
+        plan = make_plan(choice.forest, table, lens, starts)
+        attention = NativeStep(plan, [held is not None for held in found], **self._layer)
+        step = RelayStep(plan, [held for held in found if held is not None], attention)
+        return step, stats_of(choice.forest, lens)
+
+
 class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Plans each step once: who shares which blocks, and what is left to each row."""
+    """Plans each step once: who shares which blocks, and what is left to each request.
+
+    Attributes:
+        planner: None where every step of these layers is vLLM's own.
+    """
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         metrics.set_speaker(vllm_config.parallel_config.rank == 0)
-        self._config = RelayConfig.from_additional_config(vllm_config.additional_config)
+        config = RelayConfig.from_additional_config(vllm_config.additional_config)
         # The blocks of block tables and caches. vLLM 0.27 keeps another size in `block_size`.
-        self._block = kv_cache_spec.block_size
+        block_size = kv_cache_spec.block_size
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         for layer in layers.values():
-            layer.impl.prepare(layer, self._block, kv_cache_spec.dtype)
-        self._impls = [layer.impl for layer in layers.values()]
-        self._relayed = False
-        self._active = self._decide(vllm_config, self._impls)
+            layer.impl.prepare(layer, block_size, kv_cache_spec.dtype)
+        self._impls: list[RelayImpl] = [layer.impl for layer in layers.values()]
+        served = [impl for impl in self._impls if impl.refusal is None]
         self._bytes_per_token = sum(
-            2 * layer.impl.num_kv_heads * layer.impl.head_size * kv_cache_spec.dtype.itemsize
-            for layer in layers.values()
-            if layer.impl.refusal is None
+            2 * impl.num_kv_heads * impl.head_size * kv_cache_spec.dtype.itemsize for impl in served
         )
-        self._copies = SegmentCopies(
-            max(1, self._bytes_per_token * self._block), int(self._config.max_copy_gib * 2**30)
-        )
-        self._costs = self._find_costs(self._impls)
-        self._planner = Planner(self._block, self._costs, self._config.max_levels or LEVELS)
-        served = next((impl for impl in self._impls if impl.refusal is None), None)
-        self._steps = NativeSteps(self._block, served, self.dtype)
-        if self._active:
-            metrics.report_at_exit()
-            for impl in self._impls:
-                impl.copies = self._copies if impl.refusal is None else None
+        self._relayed = False
+        self.planner: StepPlanner | None = None
+        if not self._decide(config, vllm_config):
+            return
+        packed = PackedCache(self._bytes_per_token * block_size, int(config.max_copy_gib * 2**30))
+        costs = self._costs_of(served[0], config.min_saved_tokens)
+        levels = config.max_levels or LEVELS
+        self.planner = StepPlanner(served[0], block_size, self.dtype, costs, levels, packed)
+        metrics.report_at_exit()
+        for impl in served:
+            impl.packed = packed
 
-    def _decide(self, vllm_config: Any, impls: list["RelayImpl"]) -> bool:
+    def _decide(self, config: RelayConfig, vllm_config: Any) -> bool:
         """Whether this builder plans at all; says why not, and which layers it leaves to vLLM."""
+        refusals = {impl.refusal for impl in self._impls}
+        served = {
+            (impl.num_heads, impl.num_kv_heads, impl.head_size, impl.scale)
+            for impl in self._impls
+            if impl.refusal is None
+        }
         reason = None
-        if not self._config.enabled:
+        if not config.enabled:
             reason = "switched off by additional_config"
         elif not only_system_kv(vllm_config.kv_transfer_config):
-            # Connectors write blocks outside forward passes, unseen by `SegmentCopies`; ours writes
+            # Connectors write blocks outside forward passes, unseen by `PackedCache`; ours writes
             # them before the first and later only what they held.
             reason = "another KV connector is configured"
+        elif len(served) > 1:
+            reason = "layers differ in their heads or their scale"
         else:
-            # of the whole model: another builder may relay the layers of another KV cache group
+            # Of the whole model: another builder may relay the layers of another KV cache group.
             every = get_layers_from_vllm_config(vllm_config, Attention).values()
-            refusals = {x.impl.refusal or "" for x in every if isinstance(x.impl, RelayImpl)}
-            if "" not in refusals:
-                reason = f"no layer is supported ({', '.join(sorted(refusals)) or 'none found'})"
+            of_model = {x.impl.refusal or "" for x in every if isinstance(x.impl, RelayImpl)}
+            if "" not in of_model:
+                reason = f"no layer is supported ({', '.join(sorted(of_model)) or 'none found'})"
         if reason is not None:
             metrics.say_once(f"not used: {reason}; vLLM's own CPU attention serves this model")
             return False
-        for refusal in sorted({impl.refusal for impl in impls if impl.refusal is not None}):
+        for refusal in sorted(refusal for refusal in refusals if refusal is not None):
             metrics.say_once(f"layers with {refusal} stay on vLLM's own CPU attention")
-        return any(impl.refusal is None for impl in impls)
+        return bool(served)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> CPUAttentionMetadata:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        if not self._active:
+        if self.planner is None:
             return metadata
-        step = self._plan_step(common_attn_metadata)
+        step, stats = self.planner.plan(common_attn_metadata)
+        metrics.count_step(stats, self._bytes_per_token)
         relayed = step is not None
         if relayed != self._relayed:
             self._relayed = relayed
@@ -125,19 +190,17 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         return super().build(0, common_attn_metadata, fast_build=True)
 
     def device_name(self) -> str:
-        """This machine and the kernels in use, as costs are kept by."""
+        """This machine and its instruction sets, the key of measured costs."""
         return cpu_name(self.isa, native.loaded().isa)
 
-    def _find_costs(self, impls: list["RelayImpl"]) -> Costs:
-        """What the planner goes by: KV reads where a setting says so, else predicted time."""
-        least = self._config.min_saved_tokens
-        impl = next((impl for impl in impls if impl.refusal is None), None)
-        if least is not None or impl is None:
-            return reads(least or 0)
+    def _costs_of(self, layer: RelayImpl, min_saved_tokens: int | None) -> Costs:
+        """Costs to plan by: KV reads where a setting says so, else predicted time."""
+        if min_saved_tokens is not None:
+            return reads(min_saved_tokens)
         shape = {
-            "heads": impl.num_heads,
-            "kv_heads": impl.num_kv_heads,
-            "head_size": impl.head_size,
+            "heads": layer.num_heads,
+            "kv_heads": layer.num_kv_heads,
+            "head_size": layer.head_size,
             "device": self.device_name(),
             "dtype": str(self.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
@@ -150,18 +213,3 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         if found.guessed:
             metrics.say_once(f"{found.source}; `vllm-relay calibrate` measures it")
         return found.costs.with_margin(found.margin)
-
-    def _plan_step(self, common: Any) -> NativeStep | None:
-        batch = Batch.of(common)
-        if self._copies:
-            slots = common.slot_mapping[: common.num_actual_tokens].numpy()
-            computed = (batch.lens - batch.queries) // self._block
-            self._copies.begin_step(batch.tables, computed, written_blocks(slots, self._block))
-        made: tuple[RelayPlan, NativeStep] | None = None
-        if len(batch.lens) > 1 and common.causal is True:
-            choice = self._planner.plan(batch.tables, batch.lens, batch.queries)
-            if choice.forest.levels:
-                made = self._steps.make(batch, choice, self._costs, self._copies)
-        plan, step = made or (None, None)
-        metrics.count_step(plan, self._bytes_per_token)
-        return step

@@ -9,31 +9,51 @@ import torch
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
-from vllm_relay.backend.cpu_native import NativeStep, packed
 from vllm_relay.backend.kv_layout import BlockLayout, find_layout
-from vllm_relay.backend.packed_cache import SegmentCopies
+from vllm_relay.backend.packed_cache import Found, PackedCache, Segment
 from vllm_relay.ops.native import library as native
+from vllm_relay.ops.native.packed import PackedSegment
+from vllm_relay.ops.step.native import NativeStep
+from vllm_relay.sharing import HostPlan
+
+
+@dataclass(frozen=True, eq=False)
+class RelayStep:
+    """The plan of one step, laid out once and run by every layer.
+
+    Attributes:
+        segments: packed segments that `attention` reads, in its order.
+    """
+
+    plan: HostPlan
+    segments: Sequence[Found]
+    attention: NativeStep
 
 
 @dataclass
 class RelayMetadata(CPUAttentionMetadata):
     """vLLM's metadata of a step that is relayed; other steps carry vLLM's own class."""
 
-    relay: NativeStep | None = None
+    relay: RelayStep | None = None
 
 
 class RelayImpl(CPUAttentionBackendImpl):
-    """vLLM's CPU attention of one layer, with the relay path in front of it."""
+    """vLLM's CPU attention of one layer, with the relay path in front of it.
+
+    Attributes:
+        refusal: what about this layer relay does not cover; None where it is relayed.
+        packed: the packed segments of the builder that plans for this layer.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.refusal = self._refusal()
+        self.packed: PackedCache | None = None
         self._layout: BlockLayout | None = None
-        # Packed segments of the builder that plans for this layer, where it packs any.
-        self.copies: SegmentCopies | None = None
+        # The layer's KV cache as the kernels read it, and the address that it was made for.
+        self._kernel_layout: tuple[int, native.Layout] | None = None
 
     def _refusal(self) -> str | None:
-        """What about this layer the split does not cover, or None."""
         checks = (
             (self.attn_type != AttentionType.DECODER, f"{self.attn_type} attention"),
             (self.sliding_window > 0, "a sliding window"),
@@ -47,8 +67,8 @@ class RelayImpl(CPUAttentionBackendImpl):
     def relay(self, wanted: bool) -> None:
         """Put `forward_relayed` in the place of vLLM's ``forward``, or take it away again.
 
-        So a step in which nothing is relayed runs vLLM's own method, without a call in front of it.
-        Whichever is called, the output is right: the metadata of a relayed step is vLLM's, too.
+        A step in which nothing is relayed runs vLLM's own method, without a call in front of it.
+        Either gives the right output: the metadata of a relayed step is vLLM's, too.
         """
         if wanted:
             self.forward = self.forward_relayed
@@ -56,50 +76,63 @@ class RelayImpl(CPUAttentionBackendImpl):
             self.__dict__.pop("forward", None)
 
     def prepare(self, layer: Any, block_size: int, dtype: torch.dtype) -> None:
-        """Find how the engine lays out this layer's blocks.
+        """Find how the engine lays out this layer's KV blocks; a failure is a `refusal`."""
+        if self.refusal is not None:
+            return
+        self.refusal = native.unusable(dtype, self.head_size)
+        if self.refusal is not None:
+            return
+        self._layout = find_layout(
+            lambda key, value, cache, slots: self.do_kv_cache_update(
+                layer, key, value, cache, slots
+            ),
+            self.num_kv_heads,
+            block_size,
+            self.head_size,
+            dtype,
+        )
+        one = torch.empty(1, self.num_kv_heads, block_size, 2 * self.head_size, dtype=dtype)
+        if self._layout is None or self._layout.for_kernels(one) is None:
+            self.refusal = "KV blocks in an unknown layout"
 
-        The layer is left to vLLM when that fails.
-        """
-        if self.refusal is None:
-            self._layout = find_layout(
-                lambda key, value, cache, slots: self.do_kv_cache_update(
-                    layer, key, value, cache, slots
-                ),
+    def kernel_layout(self, kv_cache: torch.Tensor) -> native.Layout:
+        """The KV cache ``[blocks, Hkv, block_size, 2 * D]`` of a relayed layer for the kernels."""
+        address = kv_cache.data_ptr()
+        if self._kernel_layout is None or self._kernel_layout[0] != address:
+            assert self._layout is not None  # or the layer would be refused
+            layout = self._layout.for_kernels(kv_cache)
+            assert layout is not None
+            self._kernel_layout = address, layout
+        return self._kernel_layout[1]
+
+    def pack(self, layer: Any, kv_cache: torch.Tensor, segment: Segment) -> PackedSegment:
+        """A segment's packed keys and values of this layer; packed the first time."""
+        return segment.layer(
+            layer.layer_name,
+            lambda block_ids: PackedSegment(
+                self.kernel_layout(kv_cache),
                 self.num_kv_heads,
-                block_size,
                 self.head_size,
-                dtype,
-            )
-            if self._layout is None:
-                self.refusal = "a KV layout that relay cannot read"
-                return
-            self.refusal = native.unusable(dtype, self.head_size)
-            one = torch.empty(1, self.num_kv_heads, block_size, 2 * self.head_size, dtype=dtype)
-            if self.refusal is None and self._layout.for_kernels(one) is None:
-                self.refusal = "a KV layout that the CPU kernels cannot read"
+                kv_cache.dtype,
+                len(block_ids) * kv_cache.shape[2],
+                block_ids,
+            ),
+        )
 
     def keep(self, layer: Any, kv_cache: torch.Tensor, block_ids: Sequence[int]) -> None:
-        """Pack blocks that hold a system KV, from the first on; they stay so until `forget`.
+        """Pack a system KV's blocks, from column 0 on; they stay packed until `forget`.
 
         Where ``max_copy_gib`` has no room for all of them they are read in place.
         """
-        if self.copies is None or not block_ids:
-            return
-        assert self._layout is not None  # or there would be no copies
-        cache, blocks = self._layout.for_kernels(kv_cache), np.array(block_ids, dtype=np.int32)
-        self.copies.lasting.update(block_ids)
-        held = self.copies.find(blocks, 0)
-        if held is None or held[1].stop < len(blocks):
-            if self.copies.to_make(blocks, 0) < len(blocks):
-                return
-            held = self.copies.get(blocks, 0)
-        assert held is not None and cache is not None
-        packed(held[0], layer.layer_name, cache, kv_cache)
+        if self.packed is not None and block_ids:
+            segment = self.packed.pin(np.array(block_ids, dtype=np.int32))
+            if segment is not None:
+                self.pack(layer, kv_cache, segment)
 
     def forget(self) -> None:
-        """System KVs may be no more."""
-        if self.copies is not None:
-            self.copies.lasting.clear()
+        """Unpin system KVs: their blocks may hold something else from now on."""
+        if self.packed is not None:
+            self.packed.unpin()
 
     def forward_relayed(
         self,
@@ -113,15 +146,15 @@ class RelayImpl(CPUAttentionBackendImpl):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """As vLLM's: query, output ``[T, Hq, D]``, cache ``[blocks, Hkv, block_size, 2 * D]``.
-
-        `relay` puts it in the place of ``forward``.
-        """
+        """As vLLM's: query, output ``[T, Hq, D]``, cache ``[blocks, Hkv, block_size, 2 * D]``."""
         step = attn_metadata.relay if isinstance(attn_metadata, RelayMetadata) else None
         if step is None or self.refusal is not None:
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
             )
-        assert self._layout is not None  # or the layer would be refused
-        step.run(layer, self._layout, query, kv_cache, output)
+        segments = [
+            self.pack(layer, kv_cache, segment).from_token(first * kv_cache.shape[2])
+            for segment, first in step.segments
+        ]
+        step.attention.run(query, self.kernel_layout(kv_cache), segments, output)
         return output

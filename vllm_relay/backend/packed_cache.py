@@ -1,213 +1,194 @@
-"""Copies of shared segments, kept from step to step, and why they are never stale.
+"""Packed segments kept from step to step: when they are made, and why they are never stale.
 
-Torch's kernel for system attention wants dense keys and values, which the CPU engine's blocks are
-not; our own kernels read blocks, and packed keys and values faster. A copy is made once per segment
-and layer and reused while it is true: nothing derived from the contents of blocks may outlive an
-unbroken reference on those blocks.
+**When.** The CPU kernels read KV blocks in place, and packed segments faster. Packing takes about
+as long as some tens of steps gain from it, and the number of steps to come is unknown. A segment is
+packed once the regret, what steps would have gained from it, has reached that price: then waiting
+and packing cost no more than twice the best. System KVs are packed when they are loaded and stay
+while they are pinned.
 
-A block's contents change when a forward pass writes a slot of it, and each pass is announced to the
-metadata builder of its KV cache group with the slots that it will write. So
-`SegmentCopies.begin_step` sees every write before it happens. It cuts a copy back to its longest
-beginning
+**Never stale** (contract 2). A block's contents change when a forward pass writes a slot of it, and
+each pass is announced to the metadata builder of its KV cache group with the slots that it will
+write. So `PackedCache.begin_step` sees every write before it happens. It cuts a segment back to its
+longest beginning
   - of which the step writes no slot: a block that is written was freed and given to other tokens;
-  - which some row of the step holds in the columns where its owners did, computed: otherwise nobody
-    is left to vouch for it.
+  - which some request of the step holds in the columns where its owners did, computed: otherwise
+    nobody is left to vouch for it.
 Between passes the engine zeroes newly allocated blocks and may copy a partly filled block for a
 request that goes on in it: both belong to one request, which writes them in the step that follows.
-KV connectors write any block between passes; with one configured nothing is copied at all. Ours is
-the exception: it writes the blocks of system KVs before the first pass, and after a reset of the
-prefix cache once more what they held; no other token is ever written there while they are pinned.
-So no row need hold those: their pin vouches for them.
+KV connectors write any block between passes; with one configured nothing is relayed. Ours is the
+exception: it writes the blocks of system KVs before the first pass, and after a reset of the prefix
+cache once more the same contents; no other token is ever written there while they are pinned. So
+no request need hold those: their pin vouches for them.
 """
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
-from vllm_relay.backend.kv_layout import BlockLayout
+from vllm_relay.ops.native.packed import PackedSegment
+from vllm_relay.sharing import Choice, Costs, Group, blocks_of
 
-T = TypeVar("T")
+Int32Array = NDArray[np.int32]
 
 
 @dataclass(eq=False)
-class SegmentCopy:
-    """Keys and values of one run of blocks in another form, made layer by layer on first use.
+class Segment:
+    """Some KV blocks packed, layer by layer on first use.
 
-    ``start`` is the column of the first block: its owners hold them there. ``pinned``: it holds
-    blocks of a system KV and nothing else, and stays while they are pinned.
+    Attributes:
+        block_ids: int32. start: column of the first block in its owners' tables.
+        pinned: True if it holds blocks of a pinned system KV and nothing else.
     """
 
-    block_ids: np.ndarray
+    block_ids: Int32Array
     start: int
     nbytes: int
-    pinned: bool = False
-    _layers: dict[str, Any] = field(default_factory=dict, repr=False)
+    pinned: bool
+    _layers: dict[str, PackedSegment] = field(default_factory=dict, repr=False)
 
-    def layer(self, name: str, make: Callable[[], T]) -> T:
-        """What this copy holds of the layer of that name; made by ``make`` the first time."""
+    def layer(self, name: str, pack: Callable[[Int32Array], PackedSegment]) -> PackedSegment:
+        """The packed keys and values of one layer; ``pack`` makes them the first time."""
         if name not in self._layers:
-            self._layers[name] = make()
-        held: T = self._layers[name]
-        return held
+            self._layers[name] = pack(self.block_ids)
+        return self._layers[name]
 
-    def rows(
-        self, name: str, kv_cache: torch.Tensor, layout: BlockLayout, blocks: slice
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of some of its blocks in one layer, row by row.
-
-        Args:
-            name: the layer's name. kv_cache: its blocks ``[num_blocks, H, block_size, 2 * D]``.
-            blocks: from which block of the copy to which.
-
-        Returns:
-            Two views ``[tokens of the blocks, H, D]`` in kv_cache's dtype, head-major in memory.
-        """
-        block_size, dim = kv_cache.shape[2], kv_cache.shape[3] // 2
-
-        def copy() -> tuple[torch.Tensor, torch.Tensor]:
-            shape = (kv_cache.shape[1], len(self.block_ids) * block_size, dim)
-            keys, values = kv_cache.new_empty(shape), kv_cache.new_empty(shape)
-            layout.copy_rows(kv_cache, self.block_ids.tolist(), keys, values)
-            return keys, values
-
-        tokens = slice(blocks.start * block_size, blocks.stop * block_size)
-        keys, values = self.layer(name, copy)
-        return keys[:, tokens].transpose(0, 1), values[:, tokens].transpose(0, 1)
+    def holds(self, block_ids: Int32Array, start: int) -> bool:
+        """True if all of these blocks, from this column on, are in the segment."""
+        first = start - self.start
+        held = self.block_ids[first : first + len(block_ids)]
+        return first >= 0 and np.array_equal(held, block_ids)
 
 
-class SegmentCopies:
-    """The copies of one KV cache group, bounded in bytes.
+# A packed segment, and where in it, in blocks, the one that was asked for begins.
+Found = tuple[Segment, int]
+
+
+class PackedCache:
+    """The packed segments of one KV cache group, bounded in bytes.
 
     Args:
-        bytes_per_block: keys and values of one block over all layers of the group. max_bytes: bound
-            for all copies.
+        bytes_per_block: keys and values of one block over all layers of the group.
+        max_bytes: bound for all segments.
     """
 
     def __init__(self, bytes_per_block: int, max_bytes: int) -> None:
         self._bytes_per_block = bytes_per_block
         self._max_bytes = max_bytes
-        self._copies: list[SegmentCopy] = []
-        # Blocks that hold pinned system KVs, for good as far as anybody knows.
-        self.lasting: set[int] = set()
+        self._segments: list[Segment] = []
+        self._pinned: set[int] = set()
+        # Seconds per layer that steps would have gained from segments that were not packed.
+        self._regret = 0.0
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the copies take once every layer has filled them."""
-        return sum(copy.nbytes for copy in self._copies)
-
-    def begin_step(
-        self, block_table: np.ndarray, computed_blocks: np.ndarray, written_blocks: np.ndarray
-    ) -> None:
-        """Cut off what this step makes untrue; call it before every forward pass that writes KV.
-
-        Args:
-            block_table: ``[R, M]`` int32 of the step's rows.
-            computed_blocks: ``[R]`` full blocks that each row had computed before this step.
-            written_blocks: ids of the blocks that the step writes to.
-        """
-        for copy in self._copies:
-            ids = copy.block_ids
-            columns = block_table[:, copy.start : copy.start + len(ids)]
-            count = columns.shape[1]
-            same = columns == ids[:count]
-            same &= copy.start + np.arange(count) < computed_blocks[:, None]
-            copy.pinned = copy.pinned and self.lasting.issuperset(ids.tolist())
-            held = len(ids) if copy.pinned else same.cumprod(axis=1).any(axis=0).sum()
-            written = np.isin(ids[:held], written_blocks)
-            copy.block_ids = ids[: written.argmax() if written.any() else held]
-        self._copies = [copy for copy in self._copies if len(copy.block_ids)]
-
-    def to_make(
-        self, block_ids: np.ndarray, start: int, in_use: Collection[SegmentCopy] = ()
-    ) -> int:
-        """How many blocks `get` would copy: a longer copy is made anew."""
-        found = self.find(block_ids, start)
-        have = 0 if found is None else found[1].stop - found[1].start
-        return self._fitting(self._new(block_ids, start), have, in_use)
-
-    def _new(self, block_ids: np.ndarray, start: int) -> SegmentCopy:
-        pinned = self.lasting.issuperset(block_ids.tolist())
-        return SegmentCopy(block_ids.copy(), start, len(block_ids) * self._bytes_per_block, pinned)
-
-    def _fitting(self, new: SegmentCopy, have: int, in_use: Collection[SegmentCopy]) -> int:
-        """Blocks that a new copy may hold; 0 where it would hold no more than there is."""
-        stay = sum(c.nbytes for c in self._copies if _stays(c, new, in_use))
-        count = min(len(new.block_ids), (self._max_bytes - stay) // self._bytes_per_block)
-        return count if count > have else 0
-
-    def get(
-        self,
-        block_ids: np.ndarray,
-        start: int,
-        in_use: Collection[SegmentCopy] = (),
-        make: bool = True,
-    ) -> tuple[SegmentCopy, slice] | None:
-        """A copy of these blocks, made if need be, or of as many of them as the bound allows.
-
-        Args:
-            block_ids: int32, the segment's blocks. start: the column of the first.
-            in_use: copies that must not make room for this one.
-            make: False: only what is copied already.
-
-        Returns:
-            A copy and which of its blocks are the leading ones of those asked for; None for not
-            one.
-        """
-        found = self.find(block_ids, start)
-        have = 0 if found is None else found[1].stop - found[1].start
-        count = self._fitting(self._new(block_ids, start), have, in_use) if make else 0
-        if not count:
-            return found
-        # Copies that are not in use make room, oldest first, and at once when the new one holds
-        # what they hold. Those of system KVs make it only then.
-        new = self._new(block_ids[:count], start)
-        kept = [c for c in self._copies if _stays(c, new, in_use)]
-        spare = [c for c in self._copies if c not in kept and not _holds(new, c)]
-        while spare and sum(c.nbytes for c in (*kept, *spare, new)) > self._max_bytes:
-            spare.pop(0)
-        self._copies = [*(c for c in self._copies if c in kept or c in spare), new]
-        return new, slice(0, count)
-
-    def find(self, block_ids: np.ndarray, start: int) -> tuple[SegmentCopy, slice] | None:
-        """The copy that holds most of the leading blocks, and where."""
-        best, have = None, 0
-        for copy in self._copies:
-            first = start - copy.start
-            if first >= 0:
-                common = _common_length(copy.block_ids[first:], block_ids)
-                if common > have:
-                    best, have = (copy, slice(first, first + common)), common
-        return best
+        """Bytes of the segments once every layer is packed."""
+        return sum(segment.nbytes for segment in self._segments)
 
     def __len__(self) -> int:
-        return len(self._copies)
+        return len(self._segments)
 
-    def __iter__(self) -> Iterator[SegmentCopy]:
-        return iter(self._copies)
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self._segments)
+
+    def begin_step(
+        self, block_table: Int32Array, computed_blocks: Int32Array, written: NDArray[np.int64]
+    ) -> None:
+        """Cut off what this step makes untrue; called before every forward pass that writes KV.
+
+        Args:
+            block_table: ``[R, M]``, of the step's requests.
+            computed_blocks: ``[R]``, full blocks of each request computed before this step.
+            written: ids of the blocks that the step writes to.
+        """
+        for segment in self._segments:
+            ids = segment.block_ids
+            columns = block_table[:, segment.start : segment.start + len(ids)]
+            count = columns.shape[1]
+            same = columns == ids[:count]
+            same &= segment.start + np.arange(count) < computed_blocks[:, None]
+            segment.pinned = segment.pinned and self._pinned.issuperset(ids.tolist())
+            held = len(ids) if segment.pinned else same.cumprod(axis=1).any(axis=0).sum()
+            rewritten = np.isin(ids[:held], written)
+            segment.block_ids = ids[: rewritten.argmax() if rewritten.any() else held]
+        self._segments = [segment for segment in self._segments if len(segment.block_ids)]
+
+    def pin(self, block_ids: Int32Array) -> Segment | None:
+        """The segment of a system KV's blocks, from column 0 on; None where there is no room."""
+        self._pinned.update(block_ids.tolist())
+        found = self.find(block_ids, 0) or self._add(block_ids, 0, ())
+        return found[0] if found else None
+
+    def unpin(self) -> None:
+        """Treat system KVs as other segments from the next step on."""
+        self._pinned.clear()
+
+    def of_step(self, choice: Choice, block_table: Int32Array, costs: Costs) -> list[Found | None]:
+        """The packed segment of each group, level by level; new ones where they are due.
+
+        Args:
+            choice: the step's groups. block_table: int32 ``[R, M]`` of its requests.
+        """
+        groups = [group for level in choice.forest.levels for group in level]
+        blocks = [blocks_of(group, block_table) for group in groups]
+        found = [self.find(b, g.segment.start) for g, b in zip(groups, blocks, strict=True)]
+        missing = [index for index, held in enumerate(found) if held is None]
+        size = choice.forest.block_size
+        price = (
+            costs.copy
+            * size
+            * sum(
+                len(blocks[i]) for i in missing if not self._pinned.issuperset(blocks[i].tolist())
+            )
+        )
+        gain = sum(_gain(groups[index], choice, costs) for index in missing)
+        self._regret = min(self._regret + gain, price)
+        if missing and self._regret >= price:
+            self._regret = 0.0
+            in_use = [held[0] for held in found if held is not None]
+            for index in missing:
+                found[index] = new = self._add(blocks[index], groups[index].segment.start, in_use)
+                in_use += [new[0]] if new else []
+        return found
+
+    def find(self, block_ids: Int32Array, start: int) -> Found | None:
+        """The segment that holds these blocks, from column ``start`` on, and where."""
+        for segment in self._segments:
+            if segment.holds(block_ids, start):
+                return segment, start - segment.start
+        return None
+
+    def _add(self, block_ids: Int32Array, start: int, in_use: Collection[Segment]) -> Found | None:
+        """A new segment of these blocks; None where it has no room beside those that stay.
+
+        Whole or not at all: a part would make others go for nothing. Segments that are neither in
+        use nor pinned make room, oldest first; what the new one holds goes at once.
+        """
+        nbytes = len(block_ids) * self._bytes_per_block
+        pinned = self._pinned.issuperset(block_ids.tolist())
+        new = Segment(block_ids.copy(), start, nbytes, pinned)
+        inside = [s for s in self._segments if new.holds(s.block_ids, s.start) and s not in in_use]
+        spare = [s for s in self._segments if not (s in in_use or s.pinned or s in inside)]
+        stay = [s for s in self._segments if s not in inside and s not in spare]
+        room = self._max_bytes - nbytes - sum(s.nbytes for s in stay)
+        if room < 0:
+            return None
+        while sum(s.nbytes for s in spare) > room:
+            spare.pop(0)
+        self._segments = [*(s for s in self._segments if s in stay or s in spare), new]
+        return new, 0
 
 
-def _stays(copy: SegmentCopy, new: SegmentCopy, in_use: Collection[SegmentCopy]) -> bool:
-    """Whether a copy makes no room for a new one."""
-    return copy in in_use or (copy.pinned and not _holds(new, copy))
+def _gain(group: Group, choice: Choice, costs: Costs) -> float:
+    """Seconds per layer that a step gains from this group's segment being packed."""
+    system, packed = costs.system, costs.packed or costs.system
+    tokens = group.segment.blocks * choice.forest.block_size
+    queries = float(choice.shape.query_lens[group.rows].sum())
+    gain = (system.first - packed.first) + (system.pair - packed.pair) * queries
+    return max(gain * tokens, 0.0)
 
 
-def _holds(copy: SegmentCopy, other: SegmentCopy) -> bool:
-    """Whether every block of the other copy is in this one."""
-    first = other.start - copy.start
-    count = len(other.block_ids)
-    return first >= 0 and np.array_equal(copy.block_ids[first : first + count], other.block_ids)
-
-
-def _common_length(a: np.ndarray, b: np.ndarray) -> int:
-    """How many leading entries are equal."""
-    count = min(len(a), len(b))
-    differs = a[:count] != b[:count]
-    return int(differs.argmax()) if differs.any() else count
-
-
-def written_blocks(slot_mapping: np.ndarray, block_size: int) -> np.ndarray:
+def written_blocks(slot_mapping: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
     """Blocks that a slot mapping writes to (``-1`` writes nothing)."""
     return np.unique(slot_mapping[slot_mapping >= 0] // block_size)

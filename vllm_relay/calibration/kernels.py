@@ -1,32 +1,48 @@
-"""What `calibrate` times where relayed steps run on our own kernels."""
+"""The CPU kernels one by one on synthetic inputs, for calibration and benchmarks."""
 
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_relay.backend.cpu_native import make_step
-from vllm_relay.calibration.probe import Probe, Shape
+from vllm_relay.calibration.probe import Probe
 from vllm_relay.ops.cpu.attention import call_for, fuse, make_results
 from vllm_relay.ops.native import library as native
 from vllm_relay.ops.native.packed import PackedSegment
-from vllm_relay.sharing import RelayPlan
+from vllm_relay.ops.step.native import NativeStep
+from vllm_relay.plan import Part, Plan
 
 
-def context(probe: Probe, shape: Shape) -> Callable[[], Any]:
-    """Contexts of rows alone."""
-    common = probe.step(shape)
-    tables, lens = common.block_table_tensor.numpy(), common.seq_lens.numpy()
-    plan = RelayPlan(np.zeros(0, dtype=np.int32), (), tables, lens)
-    queries = np.full(shape.rows, shape.queries, dtype=np.int32)
-    step = make_step(plan, [], np.arange(shape.rows), queries, None, probe.impl, probe.dtype)
+def context(probe: Probe, common: CommonAttentionMetadata) -> Callable[[], torch.Tensor]:
+    """Context attention of every request to all of its own blocks: a plan without groups."""
+    starts = common.query_start_loc.numpy()
+    part = Part(
+        query_start_loc=starts,
+        seq_lens=common.seq_lens.numpy(),
+        block_table=common.block_table_tensor.numpy(),
+        max_query_len=common.max_query_len,
+        max_seq_len=common.max_seq_len,
+        causal=True,
+    )
+    plan = Plan(levels=(), context=part, index=np.empty((0, starts[-1]), dtype=np.int32))
+    impl = probe.impl
+    step = NativeStep(
+        plan,
+        heads=impl.num_heads,
+        kv_heads=impl.num_kv_heads,
+        head_size=impl.head_size,
+        dtype=probe.dtype,
+        scale=impl.scale,
+    )
     query = probe.query(common)
     out = torch.empty_like(query)
 
-    def call() -> None:
+    def call() -> torch.Tensor:
         layer = probe.next_layer()
-        step.run(layer, layer.impl._layout, query, probe.cache(layer), out)
+        step.run(query, layer.impl.kernel_layout(probe.cache(layer)), [], out)
+        return out
 
     return call
 
@@ -78,8 +94,7 @@ def copy(probe: Probe, blocks: int) -> Callable[[], Any]:
 
 
 def _layout(probe: Probe, layer: Any) -> native.Layout:
-    layout: native.Layout | None = layer.impl._layout.for_kernels(probe.cache(layer))
-    assert layout is not None  # or our kernels would not be used
+    layout: native.Layout = layer.impl.kernel_layout(probe.cache(layer))
     return layout
 
 

@@ -1,4 +1,4 @@
-"""Measure the constants of the cost model inside a running CPU engine.
+"""Measurement of the cost model's constants inside a running CPU engine.
 
 Every kernel is timed on steps of many sizes, and its constants are fitted to the times: least
 squares of the relative errors, none below zero (a launch does not give time back).
@@ -15,12 +15,11 @@ import torch
 from vllm_relay import __version__
 from vllm_relay.calibration import kernels
 from vllm_relay.calibration.probe import Probe, Shape
-from vllm_relay.sharing import predict, reads
-from vllm_relay.sharing.cost_store import Constants, Kernel, cache_bytes
-from vllm_relay.sharing.search import Planner
+from vllm_relay.sharing import KernelCosts, Planner, predict, reads
+from vllm_relay.sharing.cost_store import Constants, cache_bytes
 
-# Rows alone, decoding: they read memory. Then rows that share what caches hold; then several query
-# tokens per row, which read it once.
+# Requests alone, decoding: they read memory. Then requests that share what caches hold; then
+# several query tokens per request, which read it once.
 ALONE = [Shape(*x, groups=0) for x in ((1, 0, 128), (1, 0, 2048), (4, 0, 512), (8, 0, 128))]
 ALONE += [Shape(*x, groups=0) for x in ((8, 0, 2048), (32, 0, 16), (32, 0, 512), (64, 0, 128))]
 SHARING = [Shape(*x) for x in ((8, 512, 16), (8, 4096, 16), (32, 512, 16), (32, 2048, 16))]
@@ -32,9 +31,11 @@ SEVERAL += [Shape(8, 1024, 64, 4), Shape(1, 0, 1024, 256, 0)]
 # (queries, KV tokens) of a group
 SEGMENTS = [(2, 512), (2, 4096), (8, 512), (8, 4096), (32, 1024), (32, 4096), (128, 512)]
 SEGMENTS += [(128, 2048), (512, 1024)]
-# Steps that show what a relayed step costs beyond its kernels.
+# Steps that show the cost of a relayed step beyond its kernels.
 WHOLE = [Shape(2, 128, 16), Shape(8, 512, 16), Shape(32, 512, 64), Shape(32, 2048, 128, groups=4)]
 
+# The terms of a kernel, in the order of `_work`.
+_TERMS = ("call", "token", "first", "read", "far", "pair")
 Measurement = dict[str, Any]
 
 
@@ -42,7 +43,7 @@ class Calibrator:
     """Adds a method to the engine's workers (vLLM's ``worker_extension_cls``)."""
 
     def measure_attention(self) -> Measurement:
-        """The constants as `sharing.device.Constants` has them, and how well they fit."""
+        """The constants as `sharing.cost_store.Constants` has them, and how well they fit."""
         probe = Probe(self)
         with torch.inference_mode():
             return _measure(probe)
@@ -63,7 +64,7 @@ def _measure(probe: Probe) -> Measurement:
     stock, errors["stock"] = fit([_work(shape, near) for shape in steps] * units, times)
 
     steps = [shape for shape in (*ALONE, *SEVERAL) if probe.fits(shape)]
-    times = [probe.seconds(kernels.context(probe, shape)) for shape in steps]
+    times = [probe.seconds(kernels.context(probe, probe.step(shape))) for shape in steps]
     context, errors["context"] = fit([_work(shape, near) for shape in steps] * units, times)
 
     work, segments = [], []
@@ -80,15 +81,15 @@ def _measure(probe: Probe) -> Measurement:
     fusions = [(2, 8), (2, 128), (3, 64), (4, 256)]
     work = [[1, partials * tokens * query] for partials, tokens in fusions]
     times = [probe.seconds(kernels.fusion(probe, *x)) for x in fusions]
-    (fuse, fusion), errors["fusion"] = fit(np.array(work, dtype=float), times)
+    # Launches of its own it has none: fusion is part of the one call.
+    (_, fusion), errors["fusion"] = fit(np.array(work, dtype=float), times)
 
     blocks = min(8, probe.blocks - 1)
     copy = probe.seconds(kernels.copy(probe, blocks)) / (blocks * probe.block)
-    # One call has everything: what it costs by itself is in the contexts' already.
+    # One call has everything: its launch is charged to the contexts.
     system, packed = (
         (max(kernel[0] - context[0], 0.0), *kernel[1:]) for kernel in (system, packed)
     )
-    fuse = 0.0
     found = Constants(
         device=probe.builder.device_name(),
         threads=torch.get_num_threads(),
@@ -97,22 +98,27 @@ def _measure(probe: Probe) -> Measurement:
         head_size=impl.head_size,
         dtype=str(dtype).removeprefix("torch."),
         cache=cache,
-        stock=Kernel(*stock),
-        context=Kernel(*context),
-        system=Kernel(*system),
+        stock=_kernel(stock),
+        context=_kernel(context),
+        system=_kernel(system),
         fusion=float(fusion),
         step=0.0,
-        level=float(fuse),
+        level=0.0,
         copy=copy / kv,
         measured=f"{date.today()}, vllm-relay {__version__}",
-        packed=Kernel(*packed),
+        packed=_kernel(packed),
     )
     step, errors["whole"] = _rest(probe, found)
     return {"constants": asdict(found) | {"step": step}, "errors": errors}
 
 
+def _kernel(constants: Iterable[float]) -> KernelCosts:
+    """Constants in the order of `_work`."""
+    return KernelCosts(**dict(zip(_TERMS, constants, strict=True)))
+
+
 def _work(shape: Shape, near: float) -> list[float]:
-    """What a step multiplies the constants of `Kernel` with, but for the units."""
+    """Units of work of a step, by `_TERMS`, in tokens."""
     each = shape.shared + shape.own
     tokens, far = shape.rows * each, shape.rows * max(each - near, 0)
     first = shape.rows * shape.own + shape.groups * shape.shared
@@ -153,7 +159,7 @@ def _rest(probe: Probe, found: Constants) -> tuple[float, float]:
         planner = Planner(probe.block, reads(), 1)
         queries = np.full(shape.rows, shape.queries, dtype=np.int32)
         choice = planner.plan(common.block_table_tensor.numpy(), common.seq_lens.numpy(), queries)
-        # No row is left to the kernel of rows in no group.
+        # Every request is in a group.
         rest = costs.beside_groups().stock.call
         predicted.append(predict(choice.forest, choice.shape, costs) - rest)
     step = max(float(np.median(np.array(taken) - np.array(predicted))), 0.0)

@@ -1,13 +1,13 @@
-"""The attention of a running CPU engine on steps of our making, timed: nothing else runs.
+"""The attention of a running CPU engine on synthetic steps, timed alone.
 
-Used inside the engine's worker (``llm.collective_rpc``), where the layers, their KV caches and the
-threads are those that serve.
+Used inside the engine's worker (``llm.collective_rpc``), with the layers, KV caches and threads
+that serve.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,12 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from vllm_relay.backend.cpu import RelayMetadataBuilder
+from vllm_relay.backend.cpu import RelayMetadataBuilder, StepPlanner
 from vllm_relay.backend.cpu_impl import RelayImpl, RelayMetadata
-from vllm_relay.backend.packed_cache import SegmentCopies
-from vllm_relay.sharing import Costs, Planner
+from vllm_relay.backend.packed_cache import PackedCache
+from vllm_relay.sharing import Costs
 
-# Read between calls, so that nothing is left in the caches of what the last one read: in a model
-# the weights of the layers in between do that.
+# Read between calls to empty the caches, as the weights of the layers in between do in a model.
 _FLUSH_BYTES = 128 << 20
 
 
@@ -36,9 +35,9 @@ class Shape:
     """A step of equal groups.
 
     Attributes:
-        rows: requests. shared: tokens of the prefix of each group. own: of each row after it.
-        queries: of each row, the last of its own. groups: the rows are divided among them; 0 means
-            that no row shares.
+        rows: requests. shared: tokens of each group's prefix. own: of each request after it.
+        queries: of each request, the last of its own tokens. groups: equal shares of the requests;
+            0: nothing is shared.
     """
 
     rows: int
@@ -49,7 +48,7 @@ class Shape:
 
 
 class Probe:
-    """Of the first KV cache group that relay serves; ValueError where there is none."""
+    """Times the first KV cache group that relay serves; ValueError where there is none."""
 
     def __init__(self, worker: Any) -> None:
         builders = (
@@ -57,14 +56,15 @@ class Probe:
             for groups in worker.model_runner.attn_groups
             for group in groups
         )
-        active = (b for b in builders if isinstance(b, RelayMetadataBuilder) and b._active)
-        self.builder: Any = next(active, None)
-        if self.builder is None:
+        served = (b for b in builders if isinstance(b, RelayMetadataBuilder) and b.planner)
+        found = next(served, None)
+        if found is None:
             raise ValueError("relay's CPU backend does not serve this model")
-        found = get_layers_from_vllm_config(worker.vllm_config, Attention, self.builder.layer_names)
-        self.layers = [layer for layer in found.values() if layer.impl.refusal is None]
+        self.builder: RelayMetadataBuilder = found
+        layers = get_layers_from_vllm_config(worker.vllm_config, Attention, found.layer_names)
+        self.layers = [layer for layer in layers.values() if layer.impl.refusal is None]
         self.impl: RelayImpl = self.layers[0].impl
-        self.block: int = self.builder._block
+        self.block: int = found.kv_cache_spec.block_size
         self.dtype: torch.dtype = self.cache(self.layers[0]).dtype
         self.heads: tuple[int, int] = (self.impl.num_heads, self.impl.head_size)
         self._flush = torch.zeros(_FLUSH_BYTES // 4)
@@ -82,11 +82,11 @@ class Probe:
         return cache if isinstance(cache, torch.Tensor) else cache[0]
 
     def fits(self, shape: Shape) -> bool:
-        """Whether the KV cache holds such a step."""
+        """True if the KV cache holds the step."""
         return self._tables(shape)[1] < self.blocks
 
     def step(self, shape: Shape) -> CommonAttentionMetadata:
-        """Such a step as the model runner describes it."""
+        """The step as the model runner describes it."""
         tables, _ = self._tables(shape)
         count, lens = shape.rows, shape.shared + shape.own
         starts = torch.arange(count + 1, dtype=torch.int32) * shape.queries
@@ -114,7 +114,7 @@ class Probe:
         return tables, int(tables.max())
 
     def query(self, common: CommonAttentionMetadata) -> torch.Tensor:
-        """Queries of a step, ``[T, Hq, D]``; of one shape always the same."""
+        """Queries of a step, ``[T, Hq, D]``; equal for equal shapes."""
         shape = (common.num_actual_tokens, *self.heads)
         generator = torch.Generator().manual_seed(shape[0])
         return torch.randn(shape, generator=generator).to(self.dtype)
@@ -126,19 +126,18 @@ class Probe:
     def relay(
         self, common: CommonAttentionMetadata, costs: Costs, levels: int = 1
     ) -> tuple[Callable[[], torch.Tensor], bool]:
-        """Relay's backend of a step planned by these costs; whether it does not leave it to vLLM.
+        """Relay's backend on a step planned by these costs; and whether the step is relayed.
 
-        As if the segments' copies had been paid for.
+        Segments are packed at once, as if their price had been paid.
         """
-        self.builder._costs = costs
-        self.builder._planner = Planner(self.block, costs, levels)
-        self.builder._copies = SegmentCopies(1, 2**62)
-        self.builder._steps.keeping.forgone = np.inf
-        metadata = self.builder.build(0, common)
-        relayed = isinstance(metadata, RelayMetadata)
-        # What `RelayImpl.relay` leaves in place of ``forward`` for such a step: vLLM's own, or
-        forward = RelayImpl.forward_relayed if relayed else CPUAttentionBackendImpl.forward
-        return self._forward(metadata, common, forward), relayed
+        costs, packed = replace(costs, copy=0.0), PackedCache(1, 2**62)
+        planner = StepPlanner(self.impl, self.block, self.dtype, costs, levels, packed)
+        metadata = CPUAttentionMetadataBuilder.build(self.builder, 0, common)
+        step, _ = planner.plan(common)
+        if step is None:
+            return self._forward(metadata, common), False
+        metadata = RelayMetadata(**vars(metadata), relay=step)
+        return self._forward(metadata, common, RelayImpl.forward_relayed), True
 
     def _forward(
         self,
@@ -160,12 +159,12 @@ class Probe:
         return call
 
     def next_layer(self) -> Any:
-        """The layers in turn."""
+        """The next layer, round robin."""
         self._turn = (self._turn + 1) % len(self.layers)
         return self.layers[self._turn]
 
     def rewind(self) -> None:
-        """Let the next call be on the same layer as the first."""
+        """Start again with the first layer."""
         self._turn = 0
 
     def seconds(self, call: Callable[[], Any], repeats: int = 7) -> float:
@@ -175,10 +174,10 @@ class Probe:
     def rounds(
         self, calls: Sequence[Callable[[], Any]], repeats: int, *, cold: bool = True
     ) -> list[list[float]]:
-        """Times of each call, which take turns; forwards, then backwards.
+        """Seconds of each call, interleaved; forwards, then backwards.
 
-        First each runs once on every layer, which makes what relay copies. With ``cold`` the
-        caches hold nothing of what a call reads; else the same call has just read it.
+        First each runs once on every layer, which packs segments. With ``cold`` the caches hold
+        nothing that a call reads; else the same call has just read it.
         """
         for call in calls:
             for _ in self.layers:

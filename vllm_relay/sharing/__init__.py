@@ -1,9 +1,10 @@
-"""Who shares what, and whether it pays. Pure numpy: no torch, no vLLM, no kernels."""
+"""Who shares which KV blocks, and whether relaying pays. Pure NumPy: no torch, vLLM or kernels."""
 
 from vllm_relay.sharing.cost import Costs, KernelCosts, StepShape, predict, predict_stock, reads
 from vllm_relay.sharing.forest import Forest, Group, Level, Segment
-from vllm_relay.sharing.plan import LevelPlan, RelayPlan, make_plan
-from vllm_relay.sharing.search import Choice, Planner, choose, find_forest
+from vllm_relay.sharing.plan import HostPlan, blocks_of, make_plan, stats_of
+from vllm_relay.sharing.planner import Planner
+from vllm_relay.sharing.policy import Choice, choose, find_forest
 from vllm_relay.sharing.trie import Trie, build_trie
 
 __all__ = [
@@ -11,14 +12,14 @@ __all__ = [
     "Costs",
     "Forest",
     "Group",
+    "HostPlan",
     "KernelCosts",
     "Level",
-    "LevelPlan",
     "Planner",
-    "RelayPlan",
     "Segment",
     "StepShape",
     "Trie",
+    "blocks_of",
     "build_trie",
     "choose",
     "find_forest",
@@ -26,4 +27,5 @@ __all__ = [
     "predict",
     "predict_stock",
     "reads",
+    "stats_of",
 ]

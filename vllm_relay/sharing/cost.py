@@ -1,24 +1,25 @@
-"""What a step's attention is predicted to take: as vLLM runs it, and with a forest of groups.
+"""The cost model: the predicted time of a step's attention, stock and with a forest of groups.
 
 Each kernel takes, per layer,
 
     call + token * query tokens + first * KV tokens that it reads for the first time
-         + read * (row, KV token) pairs + far * those beyond the first ``near`` tokens of a row
-         + pair * (query token, KV token) pairs
+         + read * (request, KV token) pairs + far * those beyond the first ``near`` tokens of a
+         request + pair * (query token, KV token) pairs
 
 The terms are launches, work per query, memory traffic, traffic from caches, more of that where a
-row's KV exceeds a core's own cache, and arithmetic. vLLM's
-own kernel reads every row's sequence; what rows share comes from memory once (where the machine's
-cache holds it) and is read by each. With groups, system attention reads each segment once for all
-its queries and never per row; context attention reads what is left of the rows in groups; and
-fusion takes time per query token and partial. Rows in no group stay with vLLM's own kernel, or go
-to the kernel of contexts with the others, where that takes them in the same call.
+request's KV exceeds a core's own cache, and arithmetic. vLLM's own kernel reads every request's
+sequence; what requests share comes from memory once (where the machine's cache holds it) and is
+read by each. With groups, system attention reads each segment once for all its queries and never
+per request; context attention reads what is left of the grouped requests; fusion takes time per
+query token and partial. The kernel of ungrouped requests in a step with groups is
+`Costs.ungrouped`.
 
-The memory traffic of a prefix that is in no group is charged to the rows that hold it in equal
-parts. So predicted time is a sum over groups and rows, and the best groups can be found exactly.
+The memory traffic of a prefix that is in no group is charged to the requests that hold it in equal
+parts. So predicted time is a sum over groups and requests, and good groups can be found by
+recursion.
 """
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,56 +28,71 @@ from vllm_relay.sharing.forest import Forest, Int32Array
 from vllm_relay.sharing.trie import Trie
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KernelCosts:
-    """Seconds that one kernel takes, see the module; ``near`` is in KV tokens."""
+    """Seconds that one kernel takes, by the terms of the module.
+
+    Units of work: tokens here in `Costs`; bytes and floating point operations in a measurement
+    (`cost_store.Constants`), which holds for other head shapes, too.
+
+    Attributes:
+        call: per call. token: per unit of queries. first: per unit of KV read for the first time.
+        read: per unit of KV that a request reads. far: in addition beyond what a core's cache
+            holds.
+        pair: per unit of arithmetic.
+    """
 
     call: float = 0.0
     token: float = 0.0
     first: float = 0.0
     read: float = 0.0
-    pair: float = 0.0
     far: float = 0.0
-    near: float = 0.0
+    pair: float = 0.0
+
+    def scaled(self, **factors: float) -> "KernelCosts":
+        """Each cost times the factor of its name; 1 where there is none."""
+        return KernelCosts(**{k: cost * factors.get(k, 1.0) for k, cost in asdict(self).items()})
 
     def times(self, factor: float) -> "KernelCosts":
         """A kernel that is slower by this factor."""
-        scaled = KernelCosts(*(factor * cost for cost in astuple(self)))
-        return replace(scaled, near=self.near)
-
-    def reading(self, tokens: NDArray[np.float64] | NDArray[np.int64]) -> NDArray[np.float64]:
-        """Seconds that rows take to read so many KV tokens each, beside what is read first."""
-        return self.read * tokens + self.far * np.maximum(tokens - self.near, 0)
+        return self.scaled(**dict.fromkeys(asdict(self), factor))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Costs of one layer of one head shape on one device.
+    """Costs of one layer of one head shape on one device, in seconds.
 
     Attributes:
         stock: vLLM's own attention. context: context attention, which returns the LSE.
         system: system attention; ``call`` is per group, ``token`` per query token and level.
-        fusion: seconds per query token and partial.
-        step: seconds that a relayed step takes in addition, whatever is in it. level: per level.
-        copy: seconds to copy one KV token of a segment, where system attention wants it elsewhere
-            than in the KV cache; paid once per segment, not in the predictions.
-        packed: system attention of segments that have been copied, where it can do without.
-        rest: what rows in no group of a relayed step cost; as ``stock`` where None.
+        packed: system attention of packed segments; `system` where None.
+        ungrouped: requests in no group of a step with groups; `stock` where None.
+        near: KV tokens of a request that a core's own cache holds.
+        fusion: per query token and partial.
+        step: per step with groups, whatever is in it. level: per level.
+        copy: per KV token of a segment that is packed; paid once, not in the predictions.
     """
 
     stock: KernelCosts
     context: KernelCosts
     system: KernelCosts
+    packed: KernelCosts | None = None
+    ungrouped: KernelCosts | None = None
+    near: float = 0.0
     fusion: float = 0.0
     step: float = 0.0
     level: float = 0.0
     copy: float = 0.0
-    packed: KernelCosts | None = None
-    rest: KernelCosts | None = None
+
+    def reading(
+        self, kernel: KernelCosts, tokens: NDArray[np.float64] | NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """Seconds that requests take to read so many KV tokens each, beside the first reads."""
+        return kernel.read * tokens + kernel.far * np.maximum(tokens - self.near, 0)
 
     def beside_groups(self) -> "Costs":
-        """With the kernel for rows in no group of a relayed step in the place of vLLM's own."""
-        return replace(self, stock=self.rest or self.stock)
+        """The costs of a step with groups: `ungrouped` in the place of `stock`."""
+        return replace(self, stock=self.ungrouped or self.stock)
 
     def with_margin(self, margin: float) -> "Costs":
         """These costs with the relayed path slower by ``margin`` (0.1: by 10 %)."""
@@ -86,7 +102,7 @@ class Costs:
             context=self.context.times(factor),
             system=self.system.times(factor),
             packed=self.packed and self.packed.times(factor),
-            rest=self.rest and self.rest.times(factor),
+            ungrouped=self.ungrouped and self.ungrouped.times(factor),
             fusion=factor * self.fusion,
             step=factor * self.step,
             level=factor * self.level,
@@ -97,9 +113,9 @@ def reads(min_saved_tokens: int = 0) -> Costs:
     """Costs that count KV tokens read instead of seconds; ties: fewer groups, then more members.
 
     Args:
-        min_saved_tokens: a group has to save at least so many reads.
+        min_saved_tokens: least reads that a group has to save.
     """
-    # Far below one token, for a thousand groups and a million rows.
+    # Far below one token, for a thousand groups and a million requests.
     tie = 2.0**-11
     return Costs(
         stock=KernelCosts(token=tie**2, read=1.0),
@@ -110,12 +126,12 @@ def reads(min_saved_tokens: int = 0) -> Costs:
 
 @dataclass(frozen=True, eq=False)
 class StepShape:
-    """What a step's predicted time depends on, beside the groups.
+    """The part of a step that its predicted time depends on, beside the groups.
 
     Attributes:
-        trie: of all rows, with the rows' own lengths. block_size: tokens per block.
-        seq_lens: int32 [R], tokens that each row attends to, this step's included.
-        query_lens: int32 [R], query tokens of each row in this step.
+        trie: of all requests. block_size: tokens per block.
+        seq_lens: int32 [R], tokens that each request attends to, this step's included.
+        query_lens: int32 [R], query tokens of each request in this step.
     """
 
     trie: Trie
@@ -124,15 +140,15 @@ class StepShape:
     query_lens: Int32Array
 
     def tokens_stock(self) -> int:
-        """KV tokens read by vLLM's own attention: every row its whole sequence."""
+        """KV tokens read by vLLM's own attention: every request its whole sequence."""
         return int(self.seq_lens.sum())
 
     def tokens_once(self) -> int:
-        """KV tokens of the step that are different."""
+        """Distinct KV tokens of the step."""
         return self.tokens_stock() - self.trie.blocks_repeated() * self.block_size
 
     def shares(self) -> NDArray[np.float64]:
-        """Per row: tokens read first, where those of a prefix are shared out to who holds it."""
+        """Per request [R]: tokens read first, those of a prefix in equal parts to its holders."""
         first = self.seq_lens.astype(np.float64)
         for node, rows in enumerate(self.trie.rows):
             depth = self.trie.depth[node]
@@ -147,7 +163,7 @@ def predict_stock(shape: StepShape, costs: Costs) -> float:
         stock.call
         + stock.token * queries.sum()
         + stock.first * shape.tokens_once()
-        + stock.reading(lens).sum()
+        + costs.reading(stock, lens).sum()
         + stock.pair * (queries @ lens)
     )
 
@@ -155,7 +171,7 @@ def predict_stock(shape: StepShape, costs: Costs) -> float:
 def predict(forest: Forest, shape: StepShape, costs: Costs) -> float:
     """Seconds per layer that a step takes with these groups; without any, `predict_stock`.
 
-    The kernel for rows in no group is charged its call even when every row is in one.
+    The kernel of ungrouped requests is charged its call even when every request is in a group.
     """
     if not forest.levels:
         return predict_stock(shape, costs)
@@ -183,8 +199,8 @@ def predict(forest: Forest, shape: StepShape, costs: Costs) -> float:
     q, lens = queries[grouped], shape.seq_lens[grouped].astype(np.int64)
     left, first = lens - end[grouped], shape.shares()[grouped]
     total -= stock.token * q.sum() + stock.first * first.sum()
-    total -= stock.reading(lens).sum() + stock.pair * (q @ lens)
+    total -= costs.reading(stock, lens).sum() + stock.pair * (q @ lens)
     total += context.token * q.sum() + context.first * (first - held[grouped]).sum()
-    total += context.reading(left).sum() + context.pair * (q @ left)
+    total += costs.reading(context, left).sum() + context.pair * (q @ left)
     total += costs.fusion * (q @ (partials[grouped] + 1))
     return float(total)

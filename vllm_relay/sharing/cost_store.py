@@ -1,8 +1,8 @@
-"""Constants of devices, measured once: where the cost model's numbers come from.
+"""The cost store: measured constants of devices.
 
-`vllm-relay calibrate` measures a device and a head shape and keeps what it found in a file of the
-user's; a file of the devices that we measured is part of the package. Constants are bandwidths and
-rates, so that they also say something about head shapes that nobody measured.
+`vllm-relay calibrate` measures a device and a head shape and keeps the constants in the user's
+file; a file of measured devices is part of the package. Constants are bandwidths and rates, so that
+they hold for other head shapes, too.
 """
 
 import json
@@ -18,45 +18,27 @@ from typing import Any
 from vllm_relay.sharing.cost import Costs, KernelCosts
 
 SHIPPED = Path(__file__).with_name("devices.json")
-# How much slower the relayed path is taken to be than its constants say, from measured constants
-# and from those of another device or shape. The first is about what predictions of whole steps were
-# off by in benchmarks/results/choice-*.csv (median); nobody can know the second.
+# Safety margin of the relayed path's predictions, for a measured shape and for another device or
+# shape. The first is about the median error of predicted steps in benchmarks/results/choice-*.csv;
+# the second is a guess.
 MARGIN, MARGIN_OF_A_GUESS = 0.15, 0.3
 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """Constants of one kernel.
-
-    Attributes:
-        call: seconds per call. token: seconds per byte of queries.
-        first: seconds per byte of KV read for the first time. read: and for each row that reads it.
-        far: and in addition where a row's KV exceeds the cache.
-        pair: seconds per floating point operation.
-    """
-
-    call: float
-    token: float
-    first: float
-    read: float
-    far: float
-    pair: float
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Constants:
     """What was measured on one device for one head shape; see `sharing.cost.Costs` for its parts.
 
+    Kernels cost seconds per call, per byte of queries, per byte of KV, and per floating point
+    operation.
+
     Attributes:
-        device: its name, as `cpu_name` makes it. threads: of torch, in the engine's worker.
+        device: name, as `cpu_name` makes it. threads: of torch, in the engine's worker.
         heads, kv_heads, head_size, dtype: of the layers.
         cache: bytes of a core's own cache, which keys and values of one head fill.
         fusion: seconds per byte of a partial. step, level: seconds. copy: seconds per byte of KV.
-        packed: system attention of copied segments, where it can do without; then one call has the
-            rows in no group, too.
-        measured: when and with what, in words.
+        measured: date and version.
     """
 
     device: str
@@ -66,49 +48,39 @@ class Constants:
     head_size: int
     dtype: str
     cache: int
-    stock: Kernel
-    context: Kernel
-    system: Kernel
+    stock: KernelCosts
+    context: KernelCosts
+    system: KernelCosts
+    packed: KernelCosts
     fusion: float
     step: float
     level: float
     copy: float
     measured: str = ""
-    packed: Kernel | None = None
 
     def costs(self, heads: int, kv_heads: int, head_size: int, dtype: str) -> Costs:
         """The costs of a head shape, in seconds per KV token, query token and pair of them."""
         item = _BYTES[dtype]
         query, kv = heads * head_size * item, 2 * kv_heads * head_size * item
-        flops = 4 * heads * head_size
-        near = self.cache / (2 * head_size * item)
-
-        def of(kernel: Kernel) -> KernelCosts:
-            return KernelCosts(
-                call=kernel.call,
-                token=kernel.token * query,
-                first=kernel.first * kv,
-                read=kernel.read * kv,
-                pair=kernel.pair * flops,
-                far=kernel.far * kv,
-                near=near,
-            )
-
+        per_token = {"token": query, "first": kv, "read": kv, "far": kv}
+        per_token["pair"] = 4 * heads * head_size
+        context = self.context.scaled(**per_token)
         return Costs(
-            stock=of(self.stock),
-            context=of(self.context),
-            system=of(self.system),
+            stock=self.stock.scaled(**per_token),
+            context=context,
+            system=self.system.scaled(**per_token),
+            packed=self.packed.scaled(**per_token),
+            # One call has the contexts of all requests.
+            ungrouped=replace(context, call=0.0),
+            near=self.cache / (2 * head_size * item),
             fusion=self.fusion * query,
             step=self.step,
             level=self.level,
             copy=self.copy * kv,
-            packed=of(self.packed) if self.packed else None,
-            # Its call is charged as that of the contexts.
-            rest=replace(of(self.context), call=0.0) if self.packed else None,
         )
 
     def shape(self) -> tuple[str, int, int, int, int, str]:
-        """What one measurement is for; a newer one takes its place."""
+        """Key of a measurement; a newer one of the same key replaces it."""
         return (
             self.device, self.threads, self.heads, self.kv_heads, self.head_size, self.dtype,
         )  # fmt: skip
@@ -123,20 +95,18 @@ class Constants:
         if not isinstance(given, dict):
             raise ValueError(f"expected an object, got {type(given).__name__}")
         values = dict(given)
-        for name in ("stock", "context", "system"):
-            values[name] = _checked(Kernel, values.get(name))
-        if values.get("packed") is not None:
-            values["packed"] = _checked(Kernel, values["packed"])
+        for name in ("stock", "context", "system", "packed"):
+            values[name] = _checked(KernelCosts, values.get(name))
         return _checked(cls, values)
 
 
 @dataclass(frozen=True)
 class Found:
-    """Costs of a head shape and how far to trust them.
+    """Costs of a head shape and their trust.
 
     Attributes:
-        margin: for `Costs.with_margin`. source: where they come from, in words. guessed: whether
-            they were measured on another device or with another number of threads.
+        margin: for `Costs.with_margin`. source: origin, in words. guessed: True if measured on
+            another device or with another number of threads.
     """
 
     costs: Costs
@@ -159,7 +129,8 @@ def find_costs(
 
     Args:
         device: as `cpu_name` makes it; this machine where None. threads: any where None.
-        files: where to look; of equals the first is taken. The user's, then the package's.
+        files: searched in order, the first of equals is taken; the user's, then the package's where
+            None.
 
     Raises:
         ValueError: an unknown dtype, or a file that cannot be read; names it.
@@ -172,7 +143,7 @@ def find_costs(
     known = [(entry, path) for path in paths for entry in load(path)]
 
     def distance(item: tuple[Constants, Path]) -> tuple[bool, bool, float]:
-        """Nearest first: the device, then its threads, then the shape."""
+        """Sort key: the device, then its threads, then the shape."""
         entry, _ = item
         theirs = (entry.heads, entry.kv_heads, entry.head_size)
         ratios = (max(a, b) / min(a, b) for a, b in zip(wanted, theirs, strict=True))
@@ -198,7 +169,7 @@ def find_costs(
 
 
 def user_file() -> Path:
-    """Where `vllm-relay calibrate` keeps what it measures; VLLM_RELAY_DEVICES names another."""
+    """The file that `vllm-relay calibrate` writes; VLLM_RELAY_DEVICES names another."""
     named = os.environ.get("VLLM_RELAY_DEVICES")
     if named:
         return Path(named)
@@ -210,7 +181,7 @@ def load(path: Path) -> list[Constants]:
     """The entries of a file; none where there is no file.
 
     Raises:
-        ValueError: it cannot be read or is not what `save` writes; names it and what is wrong.
+        ValueError: an unreadable file, or not one that `save` writes; names it and the reason.
     """
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
@@ -251,12 +222,12 @@ def cache_bytes() -> int:
 
 @cache
 def cpu_name(isa: str = "", kernels: str = "") -> str:
-    """This machine's CPU and what its kernels are written for.
+    """This machine's CPU and the instruction sets in use.
 
     Virtual machines often hide the model: the name alone may stand for several.
 
     Args:
-        isa: as vLLM's CPU engine says. kernels: the instruction set of ours, or "torch".
+        isa: of vLLM's CPU engine. kernels: of ours.
     """
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
@@ -272,7 +243,7 @@ def _with(threads: int | None) -> str:
 
 
 def _same_device(entry: str, wanted: str) -> bool:
-    """A name without an instruction set stands for all of that device's."""
+    """True if both name one device; without an instruction set a name stands for all of them."""
     return entry == wanted or entry.rpartition(" (")[0] == wanted
 
 
@@ -280,7 +251,7 @@ def _checked(kind: type[Any], given: Any) -> Any:
     if not isinstance(given, dict):
         raise ValueError(f"{kind.__name__.lower()}: expected an object, got {given!r}")
     types = {field.name: field.type for field in fields(kind)}
-    unknown, missing = set(given) - set(types), set(types) - set(given) - {"measured", "packed"}
+    unknown, missing = set(given) - set(types), set(types) - set(given) - {"measured"}
     if unknown or missing:
         raise ValueError(f"unknown or missing: {', '.join(sorted(unknown | missing))}")
     for name, value in given.items():

@@ -1,4 +1,4 @@
-"""Who shares what: segments, groups, levels of disjoint groups."""
+"""Segments, groups, levels of disjoint groups, and the forest that they make."""
 
 from dataclasses import dataclass
 
@@ -35,8 +35,9 @@ Level = tuple[Group, ...]
 class Forest:
     """Levels of disjoint groups, outermost first; no levels means that nothing is shared.
 
-    A group of level i + 1 serves some rows of one group of level i and its segment starts where
-    that one ends, so the segments of a row are consecutive columns from column 0 on.
+    A group of level i + 1 serves some requests of one group of level i, and its segment starts
+    where that one ends, so the segments of a request are consecutive columns from column 0 on. The
+    groups of a level are in the order of the groups around them.
     """
 
     levels: tuple[Level, ...]
@@ -48,7 +49,7 @@ class Forest:
         return sum(len(level) for level in self.levels)
 
     def validate(self) -> None:
-        """Check the structure; whether the blocks are really shared is for the block table to say.
+        """Check the structure, not whether the blocks are shared: the block table decides that.
 
         Raises:
             ValueError: the first rule that is broken.
@@ -61,12 +62,16 @@ class Forest:
             if not level:
                 raise ValueError(f"forest: level {depth} is empty")
             owner = np.full(self.num_rows, -1, dtype=np.int32)
+            last_parent = 0
             for index, group in enumerate(level):
                 name = f"forest: level {depth}, group {index}"
                 self._validate_group(group, name)
                 parents = np.unique(parent[group.rows])
                 if len(parents) != 1 or parents[0] < 0:
                     raise ValueError(f"{name}: rows must lie in one group of the level above")
+                if parents[0] < last_parent:
+                    raise ValueError(f"{name}: groups must be in the order of those around them")
+                last_parent = int(parents[0])
                 if group.segment.start != end_of[int(parents[0])]:
                     raise ValueError(f"{name}: the segment must start where the one above ends")
                 if (owner[group.rows] >= 0).any():

@@ -1,148 +1,140 @@
-"""Forest -> RelayPlan: the flat arrays that kernels read, made once per step for every layer."""
+"""A forest laid out as the arrays of a `plan.Plan`, on the host."""
 
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_relay.plan import Part, Plan, SharingStats
 from vllm_relay.sharing._checks import check_batch
-from vllm_relay.sharing.forest import Forest, Int32Array, Level
+from vllm_relay.sharing.forest import Forest, Group, Int32Array, Level
+
+HostPlan = Plan[NDArray[np.int32]]
 
 
-@dataclass(frozen=True, eq=False)
-class LevelPlan:
-    """System attention of one level, in the shape of a variable-length attention over G sequences.
+def make_plan(
+    forest: Forest, block_table: Int32Array, seq_lens: Int32Array, query_start_loc: Int32Array
+) -> HostPlan:
+    """The plan of one step, in arrays of its own.
 
-    Each level covers all N entries of ``RelayPlan.rows``. Where a deeper level leaves rows out, a
-    sequence of 0 tokens fills the gap: its partial has LSE -inf and contributes nothing. Level 0
-    has none of these.
-
-    Attributes:
-        cu_rows: int32 [G + 1], offsets into ``RelayPlan.rows``, from 0 to N.
-        block_table: int32 [G, most blocks of a segment], zero padded.
-        seq_lens: int32 [G], tokens of each segment; a multiple of the block size.
-        groups: int32 [G], which group of the forest's level each sequence is; -1 for none.
-    """
-
-    cu_rows: Int32Array
-    block_table: Int32Array
-    seq_lens: Int32Array
-    groups: Int32Array
-
-
-@dataclass(frozen=True, eq=False)
-class RelayPlan:
-    """What one step reads: each level's segments once, then every row's context.
-
-    Attributes:
-        rows: int32 [N], the rows in groups, ordered so that each group of each level is contiguous.
-        levels: outermost first; segments of level 0 start each row's sequence.
-        context_block_table: int32 [R, M'], for all rows in their own order: the table without the
-            blocks of the row's segments, zero padded. M' is what the longest context needs.
-        context_lens: int32 [R], tokens after the row's segments, this step's query tokens included.
-    """
-
-    rows: Int32Array
-    levels: tuple[LevelPlan, ...]
-    context_block_table: Int32Array
-    context_lens: Int32Array
-
-    @property
-    def num_groups(self) -> int:
-        return sum(int(np.count_nonzero(level.seq_lens)) for level in self.levels)
-
-    @property
-    def tokens_shared(self) -> int:
-        """KV tokens of all segments, each counted once."""
-        return sum(int(level.seq_lens.sum()) for level in self.levels)
-
-    @property
-    def tokens_relay(self) -> int:
-        """KV tokens that a layer reads with this plan."""
-        return self.tokens_shared + int(self.context_lens.sum())
-
-    @property
-    def tokens_stock(self) -> int:
-        """KV tokens that a layer reads without it: every row its whole sequence."""
-        attended = sum(int(level.seq_lens @ np.diff(level.cu_rows)) for level in self.levels)
-        return attended + int(self.context_lens.sum())
-
-
-def make_plan(forest: Forest, block_table: Int32Array, seq_lens: Int32Array) -> RelayPlan | None:
-    """Lay a forest out as arrays.
+    One order of the query tokens serves all levels: those of each group of each level are adjacent,
+    those of ungrouped requests come last. Where a level leaves tokens out, a sequence without keys
+    fills the gap, so that the k-th sequence with keys is the k-th group of the forest's level.
 
     Args:
-        forest: valid for these rows (`Forest.validate`); usually what `select` returned.
-        block_table: int32 [R, M], the one the forest was found in.
-        seq_lens: int32 [R], length of each row with this step's query tokens; 0 for padding.
-
-    Returns:
-        The plan, in arrays of its own, or None when the forest is empty.
+        forest: valid for these requests (`Forest.validate`).
+        block_table: int32 [R, M], the table that the forest was found in.
+        seq_lens: int32 [R], length of each request with this step's query tokens; 0 for padding.
+        query_start_loc: int32 [R + 1], offsets of each request's query tokens.
 
     Raises:
         ValueError: a wrong shape or dtype, a forest of another batch, a length below 0, beyond the
-            block table, or that leaves a row no token after its segments.
+            block table, or that leaves a grouped request no token after its segments.
     """
     check_batch(block_table, seq_lens, forest.block_size, lens_name="seq_lens")
-    if forest.num_rows != len(block_table):
-        raise ValueError(f"forest has {forest.num_rows} rows, block_table {len(block_table)}")
-    if not forest.levels:
-        return None
-    blocks_needed = -(-seq_lens // forest.block_size)
-    if blocks_needed.max() > block_table.shape[1]:
+    rows = len(block_table)
+    if forest.num_rows != rows:
+        raise ValueError(f"forest has {forest.num_rows} rows, block_table {rows}")
+    if query_start_loc.shape != (rows + 1,):
+        raise ValueError(f"query_start_loc must be int32 [{rows + 1}]")
+    needed = -(-seq_lens // forest.block_size)
+    if rows and needed.max() > block_table.shape[1]:
         capacity = block_table.shape[1] * forest.block_size
         raise ValueError(f"seq_lens must be <= {capacity}, got {int(seq_lens.max())}")
-
-    shared_blocks = np.zeros(forest.num_rows, dtype=np.int32)
+    shared = np.zeros(rows, dtype=np.int32)
     for level in forest.levels:
         for group in level:
-            shared_blocks[group.rows] = group.segment.end
-    context_lens = seq_lens - shared_blocks * np.int32(forest.block_size)
-    if (context_lens[shared_blocks > 0] < 1).any():
-        raise ValueError("seq_lens must reach past the shared segments of every grouped row")
+            shared[group.rows] = group.segment.end
+    context_lens = seq_lens - shared * np.int32(forest.block_size)
+    if (context_lens[shared > 0] < 1).any():
+        raise ValueError("seq_lens must reach past the shared segments of every grouped request")
 
-    rows, owners = _order_rows(forest)
-    return RelayPlan(
-        rows=rows,
-        levels=tuple(
-            _plan_level(level, owner, rows, block_table, forest.block_size)
-            for level, owner in zip(forest.levels, owners, strict=True)
+    owners = [_owners(level, rows) for level in forest.levels]
+    # lexsort's last key counts most: level 0 first, then nested groups inside it, -1 (none) last.
+    keys = [np.where(owner < 0, rows, owner) for owner in reversed(owners)]
+    order = np.lexsort(keys) if keys else np.arange(rows)
+    queries = np.diff(query_start_loc)
+    starts = np.concatenate([[0], queries[order].cumsum()]).astype(np.int32)
+    longest = int(seq_lens.max(initial=0))
+    levels = tuple(
+        _lay_out(level, owner[order], starts, block_table, forest.block_size)
+        for level, owner in zip(forest.levels, owners, strict=True)
+    )
+    place = np.empty(rows, dtype=np.int32)
+    place[order] = starts[:-1]
+    row_of_token = np.repeat(np.arange(rows), queries)
+    places = np.arange(len(row_of_token), dtype=np.int32)
+    places += (place - query_start_loc[:-1])[row_of_token]
+    return Plan(
+        levels=levels,
+        context=Part(
+            query_start_loc=query_start_loc.copy(),
+            seq_lens=context_lens,
+            block_table=_shift_left(block_table, shared, needed - shared),
+            max_query_len=int(queries.max(initial=0)),
+            max_seq_len=longest,
+            causal=True,
         ),
-        context_block_table=_shift_left(block_table, shared_blocks, blocks_needed - shared_blocks),
-        context_lens=context_lens,
+        index=np.array([np.where(o[row_of_token] < 0, -1, places) for o in owners], dtype=np.int32)
+        if owners
+        else np.empty((0, len(places)), dtype=np.int32),
     )
 
 
-def _order_rows(forest: Forest) -> tuple[Int32Array, list[Int32Array]]:
-    """Grouped rows in plan order, and per level the group index of each of them (-1: in none)."""
-    owners = [np.full(forest.num_rows, -1, dtype=np.int32) for _ in forest.levels]
-    for owner, level in zip(owners, forest.levels, strict=True):
-        for index, group in enumerate(level):
-            owner[group.rows] = index
-    rows = np.flatnonzero(owners[0] >= 0).astype(np.int32)
-    # lexsort's last key counts most: level 0 first, then nested groups inside it.
-    rows = rows[np.lexsort([owner[rows] for owner in reversed(owners)])]
-    return rows, [owner[rows] for owner in owners]
+def stats_of(forest: Forest, seq_lens: NDArray[np.signedinteger[Any]]) -> SharingStats:
+    """What a step with these groups shares; ``seq_lens`` [R] as in `make_plan`."""
+    groups = [group for level in forest.levels for group in level]
+    tokens = [group.segment.blocks * forest.block_size for group in groups]
+    return SharingStats(
+        groups=len(groups),
+        requests=sum(len(group.rows) for group in forest.levels[0]) if groups else 0,
+        tokens_shared=sum(tokens),
+        tokens_saved=sum((len(g.rows) - 1) * n for g, n in zip(groups, tokens, strict=True)),
+        tokens_stock=int(seq_lens.sum()),
+        steps=1,
+        steps_relayed=int(bool(groups)),
+    )
 
 
-def _plan_level(
-    level: Level, owner: Int32Array, rows: Int32Array, block_table: Int32Array, block_size: int
-) -> LevelPlan:
-    starts = [0, *(np.flatnonzero(np.diff(owner)) + 1).tolist()]
-    table = np.zeros((len(starts), max(g.segment.blocks for g in level)), dtype=np.int32)
-    seq_lens = np.zeros(len(starts), dtype=np.int32)
-    for i, start in enumerate(starts):
-        if owner[start] >= 0:
-            segment = level[owner[start]].segment
-            table[i, : segment.blocks] = block_table[rows[start], segment.start : segment.end]
-            seq_lens[i] = segment.blocks * block_size
-    cu_rows = np.array([*starts, len(rows)], dtype=np.int32)
-    return LevelPlan(cu_rows, table, seq_lens, owner[starts])
+def blocks_of(group: Group, block_table: Int32Array) -> Int32Array:
+    """The KV blocks of a group's segment, int32; ``block_table`` [R, M] as in `make_plan`."""
+    return block_table[group.rows[0], group.segment.start : group.segment.end]
 
 
-def _shift_left(block_table: Int32Array, by: Int32Array, blocks: Int32Array) -> NDArray[np.int32]:
-    """Columns ``[by, by + blocks)`` of each row, moved to column 0 and zero padded."""
-    column = np.arange(int(blocks.max()), dtype=np.int32)
+def _owners(level: Level, rows: int) -> Int32Array:
+    """The group of each request, int32 [R]; -1 for none."""
+    owner = np.full(rows, -1, dtype=np.int32)
+    for index, group in enumerate(level):
+        owner[group.rows] = index
+    return owner
+
+
+def _lay_out(
+    level: Level, owner: Int32Array, starts: Int32Array, block_table: Int32Array, block_size: int
+) -> Part[Int32Array]:
+    """System attention of one level; ``owner`` and ``starts`` of the requests in plan order."""
+    first = np.concatenate([[0], np.flatnonzero(np.diff(owner)) + 1])
+    table = np.zeros((len(first), max(g.segment.blocks for g in level)), dtype=np.int32)
+    lens = np.zeros(len(first), dtype=np.int32)
+    for sequence, group in enumerate(owner[first].tolist()):
+        if group >= 0:
+            blocks = blocks_of(level[group], block_table)
+            table[sequence, : len(blocks)] = blocks
+            lens[sequence] = len(blocks) * block_size
+    query_start_loc = starts[[*first, -1]]
+    return Part(
+        query_start_loc=query_start_loc,
+        seq_lens=lens,
+        block_table=table,
+        max_query_len=int(np.diff(query_start_loc).max()),
+        max_seq_len=int(lens.max()),
+        causal=False,
+    )
+
+
+def _shift_left(block_table: Int32Array, by: Int32Array, blocks: Int32Array) -> Int32Array:
+    """Columns ``[by, by + blocks)`` of each request, moved to column 0 and zero padded."""
+    column = np.arange(int(blocks.max(initial=0)), dtype=np.int32)
     source = np.minimum(by[:, None] + column, block_table.shape[1] - 1)
     shifted = np.take_along_axis(block_table, source, axis=1)
     shifted[column >= blocks[:, None]] = 0

@@ -35,6 +35,14 @@ class Trie:
         """Blocks of the longest prefix that two rows share."""
         return max(self.depth)
 
+    @property
+    def height(self) -> int:
+        """Nodes on the longest path, the root left out."""
+        height = [0] * len(self.depth)
+        for node in range(1, len(height)):
+            height[node] = height[self.parent[node]] + 1
+        return max(height)
+
     def share(self, node: int, depth: int) -> float:
         """The first ``depth`` blocks of a row at ``node``, each over the rows that hold it."""
         share = 0.0
@@ -59,33 +67,6 @@ def build_trie(block_table: Int32Array, computed_lens: Int32Array, block_size: i
             depths = np.minimum(computed_lens[rows] // block_size, num_columns)
             return _build(rows, block_table, depths)
     return Trie([0], [-1], [np.empty(0, dtype=np.int32)], [0], num_rows)
-
-
-def thin(trie: Trie, most: int) -> Trie:
-    """The trie with at most about ``most`` nodes on every path; rows move to the node above.
-
-    Choosing groups takes time that grows with the square of a path's nodes. Only rows that each
-    share one block more than the last make paths this long.
-    """
-    height = [0] * len(trie.depth)
-    for node in range(1, len(height)):
-        height[node] = height[trie.parent[node]] + 1
-    if max(height) <= most:
-        return trie
-    step = -(-trie.width // most)
-    kept, depth, parent, rows, count = [0] * len(height), [0], [-1], [[trie.rows[0]]], [0]
-    for node in range(1, len(height)):
-        above = kept[trie.parent[node]]
-        if above and trie.depth[node] // step == depth[above] // step:
-            kept[node] = above
-            rows[above].append(trie.rows[node])
-            continue
-        kept[node] = len(depth)
-        depth.append(trie.depth[node])
-        parent.append(above)
-        rows.append([trie.rows[node]])
-        count.append(trie.count[node])
-    return Trie(depth, parent, [np.concatenate(r) for r in rows], count, trie.num_rows)
 
 
 def _rows_sharing_first_block(

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import cpu_attn
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_relay.backend import cpu, cpu_impl
-from vllm_relay.backend.packed_cache import SegmentCopies
-from vllm_relay.config import RelayConfig
+from vllm_relay.backend.packed_cache import PackedCache
 from vllm_relay.ops import reference
-from vllm_relay.sharing import Planner, reads
+from vllm_relay.sharing import Costs, reads
 
 BLOCK = 32
 
@@ -30,57 +30,48 @@ class Bench:
     keys: torch.Tensor  # [blocks * BLOCK, Hkv, D] by slot
     values: torch.Tensor
 
+    def plan_by(self, costs: Costs | None = None, room: int = 10**6) -> PackedCache:
+        """Plan by these costs from now on (KV reads where None), with ``room`` packed blocks."""
+        packed = PackedCache(1, room)
+        self.impl.packed = packed
+        self.builder.planner = cpu.StepPlanner(
+            self.impl, BLOCK, self.cache.dtype, costs or reads(), 3, packed
+        )
+        return packed
+
 
 def make_bench(
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    dtype: torch.dtype,
-    isa: str,
-    blocks: int,
-    kernels: str = "native",
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, isa: str, blocks: int, **relay: Any
 ) -> Bench:
-    """``kernels``: of relayed steps, "native" or "torch"."""
+    """``relay``: settings of the backend; the groups that read least, unless told otherwise."""
+    model = SimpleNamespace(dtype=dtype, get_num_attention_heads=lambda parallel: heads)
     config = SimpleNamespace(
-        model_config=SimpleNamespace(dtype=dtype),
-        cache_config=SimpleNamespace(block_size=BLOCK),  # read by 0.27
+        model_config=model,
+        # Not the block size of block tables, as in vLLM 0.27.
+        cache_config=SimpleNamespace(block_size=4 * BLOCK, cache_dtype="auto"),
+        parallel_config=SimpleNamespace(rank=0),
+        kv_transfer_config=None,
+        additional_config={"relay": {"min_saved_tokens": 0, **relay}},
     )
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=kv_heads, head_size=dim, dtype=dtype)
+    layer = SimpleNamespace(isa=isa, layer_name="layer", _k_scale_float=1.0, _v_scale_float=1.0)
+
+    def layers(*args: Any) -> dict[str, Any]:
+        return {"layer": layer}
+
     with (
         mock.patch.object(cpu_attn, "get_current_vllm_config", lambda: config),
         mock.patch.object(cpu_attn, "_get_attn_isa", lambda *args: isa),
+        mock.patch.object(cpu_attn, "get_layers_from_vllm_config", layers, create=True),
+        mock.patch.object(
+            cpu_attn, "get_num_attention_heads_from_layers", lambda *args: heads, create=True
+        ),
+        mock.patch.object(cpu, "get_layers_from_vllm_config", layers),
     ):
         impl = cpu_impl.RelayImpl(heads, dim, dim**-0.5, kv_heads, None, None, "auto")
-    impl.isa = isa
-    layer = SimpleNamespace(isa=isa, layer_name="layer", _k_scale_float=1.0, _v_scale_float=1.0)
-    impl.prepare(layer, BLOCK, dtype)
-    assert impl.refusal is None and impl.not_native is None
-    if kernels == "torch":
-        impl.not_native = "PyTorch's are tested"
-
-    builder = object.__new__(cpu.RelayMetadataBuilder)
-    vars(builder).update(
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=dim,
-        dtype=dtype,
-        window_size=-1,
-        block_size=4 * BLOCK,  # not what block tables are made of, as in vLLM 0.27
-        kv_cache_dtype="auto",
-        isa=isa,
-        is_cross_attention=False,
-        is_encoder_only_attention=False,
-        _block=BLOCK,
-        _config=RelayConfig(min_saved_tokens=0),
-        _bytes_per_token=1,
-        _copies=SegmentCopies(1, 10**6),
-        _costs=reads(),
-        _planner=Planner(BLOCK, reads(), 3),
-        _impls=[impl],
-        _native=cpu.RelayMetadataBuilder._choose_kernels([impl]),
-        _relayed=False,
-        _active=True,
-    )
-    builder._steps = builder._make_steps()
+        impl.isa = isa
+        layer.impl = impl
+        builder = cpu.RelayMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
 
     g = torch.Generator().manual_seed(heads + dim)
     keys, values = (

@@ -1,4 +1,4 @@
-"""The best forest by trying all of them, for a few rows: shares nothing with `sharing.search`."""
+"""The best forest by trying all of them, for a few rows: shares nothing with the policy."""
 
 from functools import cache
 
@@ -16,10 +16,10 @@ def common(a: list[int], b: list[int]) -> int:
     return count
 
 
-def kernel(costs: KernelCosts, queries: int, tokens: int, first: float) -> float:
+def kernel(costs: KernelCosts, near: float, queries: int, tokens: int, first: float) -> float:
     """Time of one row in a kernel, its call left out."""
     per_token = costs.read + costs.pair * queries
-    far = costs.far * max(tokens - costs.near, 0)
+    far = costs.far * max(tokens - near, 0)
     return costs.token * queries + costs.first * first + per_token * tokens + far
 
 
@@ -39,12 +39,12 @@ def best_time(rows: list[Row], block_size: int, costs: Costs, max_levels: int) -
 
     def stock(row: int) -> float:
         _, tokens, queries = rows[row]
-        return kernel(costs.stock, queries, tokens, first_read(row, 0))
+        return kernel(costs.stock, costs.near, queries, tokens, first_read(row, 0))
 
     def context(row: int, end: int, partials: int) -> float:
         _, tokens, queries = rows[row]
         seen = tokens - end * block_size
-        time = kernel(costs.context, queries, seen, first_read(row, end))
+        time = kernel(costs.context, costs.near, queries, seen, first_read(row, end))
         return time + queries * costs.fusion * (partials + 1)
 
     @cache

@@ -1,5 +1,7 @@
 """Predicted time against the formula written out, and what makes a group pay."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -20,11 +22,10 @@ from vllm_relay.sharing import (
 BLOCK_SIZE = 16
 # Primes, so that a term that is missing or counted twice shows.
 COSTS = Costs(
-    stock=KernelCosts(call=2.0, token=3.0, first=5.0, read=7.0, pair=11.0, far=61.0, near=45.0),
-    context=KernelCosts(
-        call=13.0, token=17.0, first=19.0, read=23.0, pair=29.0, far=67.0, near=20.0
-    ),
+    stock=KernelCosts(call=2.0, token=3.0, first=5.0, read=7.0, pair=11.0, far=61.0),
+    context=KernelCosts(call=13.0, token=17.0, first=19.0, read=23.0, pair=29.0, far=67.0),
     system=KernelCosts(call=31.0, token=37.0, first=41.0, pair=43.0),
+    near=45.0,
     fusion=47.0,
     step=53.0,
     level=59.0,
@@ -36,7 +37,7 @@ def group(start: int, blocks: int, *rows: int) -> Group:
 
 
 def shape(*rows: tuple[list[int], int, int]) -> StepShape:
-    """Rows of (blocks, length, query tokens)."""
+    """Requests of (blocks, length, query tokens)."""
     table = np.zeros((len(rows), max(len(blocks) for blocks, _, _ in rows)), dtype=np.int32)
     for i, (blocks, _, _) in enumerate(rows):
         table[i, : len(blocks)] = blocks
@@ -63,7 +64,7 @@ def test_predicted_time_of_vllms_own_attention() -> None:
     assert predict(Forest((), 3, BLOCK_SIZE), THREE, COSTS) == predict_stock(THREE, COSTS)
 
 
-def test_predicted_time_with_two_levels_and_a_row_in_one() -> None:
+def test_predicted_time_with_two_levels_and_a_request_in_one() -> None:
     forest = Forest(((group(0, 2, 0, 1, 2),), (group(2, 1, 0, 1),)), 3, BLOCK_SIZE)
     forest.validate()
     system = 31 + 41 * 32 + (37 + 43 * 32) * 4 + 31 + 41 * 16 + (37 + 43 * 16) * 3
@@ -78,10 +79,17 @@ def test_a_prefix_in_no_group_is_shared_out_to_those_who_read_it() -> None:
     forest = Forest(((group(0, 2, 0, 1),),), 3, BLOCK_SIZE)
     system = 31 + 41 * 32 + (37 + 43 * 32) * 3
     context = 13 + 17 * 3 + 19 * (8 + 12 + 8 + 2) + 23 * (28 + 18) + 29 * (28 + 2 * 18)
-    context += 67 * (28 - 20)
     alone = 3 + 5 * (32 / 3 + 8) + 7 * 40 + 11 * 40
     expected = 2 + alone + system + context + 47 * 2 * 3 + 53 + 59
     assert predict(forest, THREE, COSTS) == pytest.approx(expected)
+
+
+def test_a_context_beyond_the_cache_is_charged_for_it() -> None:
+    near = replace(COSTS, near=20.0)
+    forest = Forest(((group(0, 2, 0, 1),),), 3, BLOCK_SIZE)
+    # Contexts of 28 and 18 tokens, and 40 tokens of the ungrouped request.
+    expected = predict(forest, THREE, replace(COSTS, near=100.0)) + 67 * (28 - 20) + 61 * (40 - 20)
+    assert predict(forest, THREE, near) == pytest.approx(expected)
 
 
 def test_a_margin_slows_the_relayed_path_alone() -> None:

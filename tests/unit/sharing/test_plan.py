@@ -1,4 +1,6 @@
-"""make_plan: from its arrays alone every row's blocks can be put together again."""
+"""make_plan: from its arrays alone every request's blocks can be put together again."""
+
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -6,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.sharing.oracle import check_rows
-from vllm_relay.sharing import Forest, Group, RelayPlan, Segment, find_forest, make_plan
+from vllm_relay.sharing import (
+    Forest,
+    Group,
+    HostPlan,
+    Segment,
+    find_forest,
+    make_plan,
+    stats_of,
+)
 
 BLOCK_SIZE = 4
 
@@ -15,67 +25,92 @@ def group(start: int, blocks: int, *rows: int) -> Group:
     return Group(Segment(start, blocks), np.array(rows, dtype=np.int32))
 
 
+def starts_of(queries: Sequence[int]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
+
+
 def check_plan(
-    plan: RelayPlan, forest: Forest, block_table: np.ndarray, seq_lens: np.ndarray
+    plan: HostPlan,
+    forest: Forest,
+    block_table: np.ndarray,
+    seq_lens: np.ndarray,
+    queries: Sequence[int],
 ) -> None:
-    """Rebuild each row's block list and lengths from the plan and compare with what was planned."""
-    size = forest.block_size
-    arrays = [plan.rows, plan.context_block_table, plan.context_lens]
+    """Rebuild each request's block list and lengths from the plan and compare with the input."""
+    size, context = forest.block_size, plan.context
+    row_of_token = np.repeat(np.arange(len(seq_lens)), queries)
+    arrays = [context.query_start_loc, context.block_table, context.seq_lens, plan.index]
+    assert plan.index.shape == (len(forest.levels), len(row_of_token))
+    assert context.query_start_loc.tolist() == starts_of(queries).tolist() and context.causal
     planned = []
-    assert len(plan.levels) == len(forest.levels)
-    for level, groups in zip(plan.levels, forest.levels, strict=True):
-        arrays += [level.cu_rows, level.block_table, level.seq_lens]
-        assert level.cu_rows[0] == 0 and level.cu_rows[-1] == len(plan.rows)
-        assert (np.diff(level.cu_rows) > 0).all()
-        assert len(level.block_table) == len(level.seq_lens) == len(level.cu_rows) - 1
+    for level, index, groups in zip(plan.levels, plan.index, forest.levels, strict=True):
+        starts = level.query_start_loc
+        arrays += [starts, level.block_table, level.seq_lens]
+        assert starts[0] == 0 and starts[-1] == len(row_of_token) and (np.diff(starts) >= 0).all()
+        assert len(level.block_table) == len(level.seq_lens) == len(starts) - 1
         assert level.block_table.shape[1] == max(g.segment.blocks for g in groups)
+        assert not level.causal and level.max_query_len == np.diff(starts).max()
+        assert level.max_seq_len == level.seq_lens.max()
+        # The batch's tokens in the order of the level; those of each request stay in order.
+        order = np.full(starts[-1], -1)
+        order[index[index >= 0]] = np.flatnonzero(index >= 0)
         planned.append([])
         for i, tokens in enumerate(level.seq_lens.tolist()):
-            rows = plan.rows[level.cu_rows[i] : level.cu_rows[i + 1]].tolist()
+            mine = order[starts[i] : starts[i + 1]]
             used, padding = np.split(level.block_table[i], [tokens // size])
             assert tokens % size == 0 and not padding.any()
             if tokens:
-                planned[-1].append((rows, used.tolist()))
-        members = sorted(sorted(rows) for rows, _ in planned[-1])
-        assert members == sorted(g.rows.tolist() for g in groups)
+                rows = row_of_token[mine]
+                assert (np.diff(mine)[np.diff(rows) == 0] == 1).all()
+                planned[-1].append((np.unique(rows).tolist(), used.tolist()))
+            else:
+                assert (mine == -1).all()
+        # The k-th sequence with keys is the k-th group.
+        assert [rows for rows, _ in planned[-1]] == [g.rows.tolist() for g in groups]
+    # One order serves all levels.
+    for index in plan.index[1:]:
+        assert ((index == plan.index[0]) | (index == -1)).all()
     assert all(array.dtype == np.int32 for array in arrays)
-    assert sorted(plan.rows.tolist()) == sorted({r for g in forest.levels[0] for r in g.rows})
 
-    check_rows(planned, plan.context_block_table, plan.context_lens, block_table, seq_lens, size)
-    needed = -(-plan.context_lens // size)
+    check_rows(planned, context.block_table, context.seq_lens, block_table, seq_lens, size)
+    needed = -(-context.seq_lens // size)
     for row, blocks in enumerate(needed.tolist()):
-        assert not plan.context_block_table[row, blocks:].any()
-    assert plan.context_block_table.shape == (len(seq_lens), needed.max())
+        assert not context.block_table[row, blocks:].any()
+    assert context.block_table.shape == (len(seq_lens), needed.max())
 
+    stats = stats_of(forest, seq_lens)
     saved = sum((len(g.rows) - 1) * g.segment.blocks for lv in forest.levels for g in lv) * size
-    assert plan.tokens_stock == seq_lens.sum()
-    assert plan.tokens_relay == seq_lens.sum() - saved
-    assert plan.tokens_shared == plan.tokens_relay - plan.context_lens.sum()
-    assert plan.num_groups == forest.num_groups
+    assert stats.tokens_stock == seq_lens.sum() and stats.tokens_saved == saved
+    assert stats.tokens_shared == seq_lens.sum() - saved - context.seq_lens.sum()
+    assert stats.groups == forest.num_groups and stats.steps_relayed == bool(forest.levels)
+    grouped = {row for g in (forest.levels or ((),))[0] for row in g.rows.tolist()}
+    assert stats.requests == len(grouped)
 
 
-def test_one_level_with_a_loner_and_padding() -> None:
+def test_one_level_with_an_ungrouped_request_and_padding() -> None:
     block_table = np.array(
         [[1, 2, 3, 4], [9, 8, 7, 6], [1, 2, 5, 77], [66, 77, 88, 99]], dtype=np.int32
     )
     seq_lens = np.array([14, 16, 10, 0], dtype=np.int32)
     forest = find_forest(block_table, np.maximum(seq_lens - 1, 0), BLOCK_SIZE)
-    plan = make_plan(forest, block_table, seq_lens)
-    assert plan is not None
-    check_plan(plan, forest, block_table, seq_lens)
-    assert plan.rows.tolist() == [0, 2]
-    assert plan.levels[0].cu_rows.tolist() == [0, 2]
-    assert plan.levels[0].block_table.tolist() == [[1, 2]]
-    assert plan.levels[0].seq_lens.tolist() == [8]
-    assert plan.context_lens.tolist() == [6, 16, 2, 0]
-    assert plan.context_block_table.tolist() == [
+    queries = [1, 1, 1, 0]
+    plan = make_plan(forest, block_table, seq_lens, starts_of(queries))
+    check_plan(plan, forest, block_table, seq_lens, queries)
+    (level,) = plan.levels
+    assert plan.index.tolist() == [[0, -1, 1]]
+    assert level.query_start_loc.tolist() == [0, 2, 3]
+    assert level.block_table.tolist() == [[1, 2], [0, 0]]
+    assert level.seq_lens.tolist() == [8, 0]
+    assert plan.context.seq_lens.tolist() == [6, 16, 2, 0]
+    assert plan.context.block_table.tolist() == [
         [3, 4, 0, 0], [9, 8, 7, 6], [5, 0, 0, 0], [0, 0, 0, 0]
     ]  # fmt: skip
-    assert (plan.tokens_stock, plan.tokens_shared, plan.tokens_relay) == (40, 8, 32)
+    stats = stats_of(forest, seq_lens)
+    assert (stats.tokens_stock, stats.tokens_shared, stats.tokens_saved) == (40, 8, 8)
 
 
 def test_two_levels_fill_the_gaps_between_nested_groups() -> None:
-    # Rows 0, 3, 5, 7 share one block, 0 and 7 two more; 1, 2, 6 share two blocks, 2 and 6 one more.
+    # Requests 0, 3, 5, 7 share a block, 0 and 7 two more; 1, 2, 6 share two, 2 and 6 one more.
     block_table = np.array(
         [
             [1, 2, 3, 10, 0],
@@ -90,24 +125,27 @@ def test_two_levels_fill_the_gaps_between_nested_groups() -> None:
         dtype=np.int32,
     )
     seq_lens = np.array([13, 16, 17, 9, 5, 8, 13, 18], dtype=np.int32)
+    queries = [1, 2, 1, 1, 3, 1, 1, 1]
     outer = (group(0, 1, 0, 3, 5, 7), group(0, 2, 1, 2, 6))
     forest = Forest((outer, (group(1, 2, 0, 7), group(2, 1, 2, 6))), 8, BLOCK_SIZE)
     forest.validate()
-    plan = make_plan(forest, block_table, seq_lens)
-    assert plan is not None
-    check_plan(plan, forest, block_table, seq_lens)
-    assert plan.rows.tolist() == [3, 5, 0, 7, 1, 2, 6]
-    assert plan.levels[0].cu_rows.tolist() == [0, 4, 7]
-    assert plan.levels[1].cu_rows.tolist() == [0, 2, 4, 5, 7]
-    assert plan.levels[1].seq_lens.tolist() == [0, 8, 0, 4]
-    assert plan.levels[1].block_table.tolist() == [[0, 0], [2, 3], [0, 0], [6, 0]]
+    plan = make_plan(forest, block_table, seq_lens, starts_of(queries))
+    check_plan(plan, forest, block_table, seq_lens, queries)
+    # Requests in plan order: 0, 7, 3, 5; 2, 6, 1; 4.
+    assert plan.levels[0].query_start_loc.tolist() == [0, 4, 8, 11]
+    assert plan.levels[1].query_start_loc.tolist() == [0, 2, 4, 6, 11]
+    assert plan.levels[1].seq_lens.tolist() == [8, 0, 4, 0]
+    assert plan.levels[1].block_table.tolist() == [[2, 3], [0, 0], [6, 0], [0, 0]]
 
 
-def test_an_empty_forest_has_no_plan() -> None:
+def test_a_plan_without_groups_is_a_plan_of_contexts() -> None:
     for shape in ((0, 0), (0, 3), (2, 3)):
         seq_lens = np.full(shape[0], 3, dtype=np.int32)
         forest = Forest((), shape[0], BLOCK_SIZE)
-        assert make_plan(forest, np.ones(shape, dtype=np.int32), seq_lens) is None
+        starts = starts_of([1] * shape[0])
+        plan = make_plan(forest, np.ones(shape, dtype=np.int32), seq_lens, starts)
+        assert plan.levels == () and plan.index.shape == (0, shape[0])
+        assert plan.context.seq_lens.tolist() == seq_lens.tolist()
 
 
 @st.composite
@@ -146,18 +184,17 @@ def forests(draw: st.DrawFn) -> tuple[Forest, np.ndarray, np.ndarray]:
 
 
 @settings(max_examples=400, deadline=None)
-@given(forests())
-def test_any_forest_can_be_put_together_again(case: tuple[Forest, np.ndarray, np.ndarray]) -> None:
+@given(forests(), st.integers(0, 2**16))
+def test_any_forest_can_be_put_together_again(
+    case: tuple[Forest, np.ndarray, np.ndarray], seed: int
+) -> None:
     forest, block_table, seq_lens = case
     forest.validate()
+    queries = np.random.default_rng(seed).integers(1, 4, len(seq_lens))
     before = block_table.copy(), seq_lens.copy()
-    plan = make_plan(forest, block_table, seq_lens)
+    plan = make_plan(forest, block_table, seq_lens, starts_of(queries))
     assert (block_table == before[0]).all() and (seq_lens == before[1]).all()
-    if not forest.levels:
-        assert plan is None
-    else:
-        assert plan is not None
-        check_plan(plan, forest, block_table, seq_lens)
+    check_plan(plan, forest, block_table, seq_lens, queries)
 
 
 @settings(max_examples=200, deadline=None)
@@ -165,20 +202,21 @@ def test_any_forest_can_be_put_together_again(case: tuple[Forest, np.ndarray, np
 def test_the_forest_found_has_a_sound_plan(case: tuple[Forest, np.ndarray, np.ndarray]) -> None:
     _, block_table, seq_lens = case
     forest = find_forest(block_table, np.maximum(seq_lens - 1, 0), BLOCK_SIZE)
-    plan = make_plan(forest, block_table, seq_lens)
-    if plan is not None:
-        check_plan(plan, forest, block_table, seq_lens)
+    queries = [1] * len(seq_lens)
+    plan = make_plan(forest, block_table, seq_lens, starts_of(queries))
+    check_plan(plan, forest, block_table, seq_lens, queries)
 
 
 def test_the_plan_owns_its_arrays() -> None:
     block_table = np.array([[1, 2], [1, 3]], dtype=np.int32)
-    seq_lens = np.array([6, 7], dtype=np.int32)
-    plan = make_plan(Forest(((group(0, 1, 0, 1),),), 2, BLOCK_SIZE), block_table, seq_lens)
-    assert plan is not None
-    block_table[:], seq_lens[:] = 99, 0
+    seq_lens, starts = np.array([6, 7], dtype=np.int32), starts_of([1, 1])
+    forest = Forest(((group(0, 1, 0, 1),),), 2, BLOCK_SIZE)
+    plan = make_plan(forest, block_table, seq_lens, starts)
+    block_table[:], seq_lens[:], starts[:] = 99, 0, 7
     assert plan.levels[0].block_table.tolist() == [[1]]
-    assert plan.context_block_table.tolist() == [[2], [3]]
-    assert plan.context_lens.tolist() == [2, 3]
+    assert plan.context.block_table.tolist() == [[2], [3]]
+    assert plan.context.seq_lens.tolist() == [2, 3]
+    assert plan.context.query_start_loc.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -195,4 +233,9 @@ def test_the_plan_owns_its_arrays() -> None:
 def test_bad_input_is_named(rows: int, dtype, seq_lens: list[int], message: str) -> None:
     forest = Forest(((group(0, 1, 0, 1),),), 2, BLOCK_SIZE)
     with pytest.raises(ValueError, match=message):
-        make_plan(forest, np.ones((rows, 3), dtype=dtype), np.array(seq_lens, dtype=np.int32))
+        make_plan(
+            forest,
+            np.ones((rows, 3), dtype=dtype),
+            np.array(seq_lens, dtype=np.int32),
+            starts_of([1] * rows),
+        )

@@ -19,8 +19,8 @@ from vllm_relay.ops import context_attention, relay_fusion, system_attention
 from vllm_relay.sharing import (
     Forest,
     Group,
+    HostPlan,
     Planner,
-    RelayPlan,
     Segment,
     find_forest,
     make_plan,
@@ -31,7 +31,7 @@ QUERY_HEADS = 2
 TOLERANCE = 1e-5  # fp32 attention over at most 56 tokens of unit-variance values
 
 Finder = Callable[[Batch], Forest]
-PlanMaker = Callable[[Forest, Batch], RelayPlan | None]
+PlanMaker = Callable[[Forest, Batch], HostPlan]
 SegmentReader = Callable[[SimulatedPool, list[int]], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -54,8 +54,9 @@ def planner(levels: int = 3) -> Finder:
     return lambda batch: made.plan(batch.block_table, batch.seq_lens, batch.query_lens).forest
 
 
-def plan(forest: Forest, batch: Batch) -> RelayPlan | None:
-    return make_plan(forest, batch.block_table, batch.seq_lens)
+def plan(forest: Forest, batch: Batch) -> HostPlan:
+    starts = np.concatenate([[0], batch.query_lens.cumsum()]).astype(np.int32)
+    return make_plan(forest, batch.block_table, batch.seq_lens, starts)
 
 
 def read_segment(pool: SimulatedPool, blocks: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,24 +64,27 @@ def read_segment(pool: SimulatedPool, blocks: list[int]) -> tuple[torch.Tensor, 
 
 
 def relayed(
-    pool: SimulatedPool, plan: RelayPlan, q: torch.Tensor, starts: np.ndarray, read: SegmentReader
+    pool: SimulatedPool, plan: HostPlan, q: torch.Tensor, starts: np.ndarray, read: SegmentReader
 ) -> torch.Tensor:
     out, lse = context_attention(
         q,
         pool.key_cache,
         pool.value_cache,
-        torch.from_numpy(plan.context_block_table),
-        torch.from_numpy(plan.context_lens),
+        torch.from_numpy(plan.context.block_table),
+        torch.from_numpy(plan.context.seq_lens),
         torch.from_numpy(starts),
     )
     outs, lses = [out], [lse]
-    for level in plan.levels:
-        # NaN stays in rows of no group: their LSE alone must say that there is nothing.
+    for level, index in zip(plan.levels, plan.index, strict=True):
+        order = np.full(len(q), -1)
+        order[index[index >= 0]] = np.flatnonzero(index >= 0)
+        # NaN stays in ungrouped requests: their LSE alone must say that there is nothing.
         out = torch.full_like(q, torch.nan)
         lse = torch.full((QUERY_HEADS, len(q)), -torch.inf)
         for i, tokens in enumerate(level.seq_lens.tolist()):
-            rows = plan.rows[level.cu_rows[i] : level.cu_rows[i + 1]]
-            mine = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows])
+            if not tokens:
+                continue
+            mine = order[level.query_start_loc[i] : level.query_start_loc[i + 1]]
             k, v = read(pool, level.block_table[i, : tokens // BLOCK_SIZE].tolist())
             out[mine], lse[:, mine] = system_attention(q[mine], k, v)
         outs.append(out)
@@ -121,11 +125,13 @@ def run(
         assert expected.isfinite().all(), "the simulation itself lost track of a token"
         pool.seen["two groups"] += forest.num_groups > 1
         pool.seen["two levels"] += len(forest.levels) > 1
-        if made is not None:
+        if forest.levels:
             forest.validate()
+            rows = np.concatenate([group.rows for group in forest.levels[0]])
             pool.seen["relayed"] += 1
-            pool.seen["relayed with loners"] += len(made.rows) < int((batch.seq_lens > 0).sum())
-            pool.seen["relayed prefill"] += int(batch.query_lens[made.rows].max()) > 2
+            pool.seen["with ungrouped"] += len(rows) < int((batch.seq_lens > 0).sum())
+            pool.seen["relayed prefill"] += int(batch.query_lens[rows].max()) > 2
+        if len(q):
             out = relayed(pool, made, q, starts, read)
             if not (out - expected).abs().max() < TOLERANCE:  # NaN is a mismatch
                 pool.seen["mismatch"] += 1
@@ -140,7 +146,7 @@ def test_two_thousand_steps_without_a_mismatch() -> None:
     # The run means something only if all of this happened in it.
     for event, at_least in {
         "relayed": 1000,
-        "relayed with loners": 200,
+        "with ungrouped": 200,
         "relayed prefill": 100,
         "two groups": 200,
         "two levels": 50,
@@ -157,12 +163,12 @@ def test_two_thousand_steps_without_a_mismatch() -> None:
         assert seen[event] >= at_least, f"seed {seed}: {event} happened {seen[event]} times"
 
 
-def skip_one_block(forest: Forest, batch: Batch) -> RelayPlan | None:
+def skip_one_block(forest: Forest, batch: Batch) -> HostPlan:
     made = plan(forest, batch)
-    if made is None:
-        return None
+    if not made.levels:
+        return made
     level = made.levels[0]
-    shorter = np.maximum(level.seq_lens - BLOCK_SIZE, BLOCK_SIZE)
+    shorter = np.where(level.seq_lens > BLOCK_SIZE, level.seq_lens - BLOCK_SIZE, level.seq_lens)
     return replace(made, levels=(replace(level, seq_lens=shorter),))
 
 
@@ -182,9 +188,9 @@ def as_if_all_rows_decode(batch: Batch) -> Forest:
     return find_forest(batch.block_table, np.maximum(batch.seq_lens - 1, 0), BLOCK_SIZE)
 
 
-def a_neighbours_block(forest: Forest, batch: Batch) -> RelayPlan | None:
+def a_neighbours_block(forest: Forest, batch: Batch) -> HostPlan:
     made = plan(forest, batch)
-    if made is not None:
+    if made.levels:
         made.levels[0].block_table[0, 0] = made.levels[0].block_table[0, 0] % (NUM_BLOCKS - 1) + 1
     return made
 

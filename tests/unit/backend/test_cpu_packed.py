@@ -1,4 +1,4 @@
-"""Relayed steps on our own kernels: packing, the engine's layouts, and nothing stale."""
+"""Packed segments on the engine's own cache and layouts: when, where from, and never stale."""
 
 from typing import Any
 
@@ -15,9 +15,8 @@ from tests.unit.backend.cpu_bench import (
     write,
 )
 from tests.unit.backend.test_cpu import LENS, TABLES
-from vllm_relay.backend.cpu_native import NativeStep
-from vllm_relay.backend.packed_cache import SegmentCopies
-from vllm_relay.sharing import Costs, KernelCosts, Planner
+from vllm_relay.ops.native import library as native
+from vllm_relay.sharing import Costs, KernelCosts
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 
@@ -27,26 +26,26 @@ def bench_of(dtype: torch.dtype = torch.bfloat16) -> Bench:
 
 
 def packed(bench: Bench, step: Any) -> list[bool]:
-    """Of each group of a step, whether it reads a packed segment."""
+    """Per group of a step, whether it reads a packed segment."""
     relay = bench.builder.build(0, step).relay
-    assert isinstance(relay, NativeStep)
-    return [group.copy is not None for level in relay.levels for group in level]
+    assert relay is not None
+    levels = [relay.attention._kept[0][:, native.LAYOUT]]
+    context = len(relay.plan.context.seq_lens)
+    return [layout > 0 for layout in levels[0][:-context].tolist()]
 
 
-def timed(bench: Bench, **costs: Any) -> None:
+def timed(**costs: Any) -> Costs:
     kernel = KernelCosts(read=1.0)
-    bench.builder._costs = Costs(kernel, kernel, KernelCosts(first=1.0), **costs)
-    bench.builder._planner = Planner(BLOCK, bench.builder._costs, 3)
+    return Costs(stock=kernel, context=kernel, system=KernelCosts(first=1.0), **costs)
 
 
-def test_a_segment_is_packed_once_steps_have_forgone_what_that_costs() -> None:
+def test_a_segment_is_packed_once_the_regret_has_reached_its_price() -> None:
     bench, step = bench_of(), make_step([[1, 2, 10], [1, 2, 11], [1, 2, 12]], [70, 80, 90])
-    # a step would gain 64 * 0.5, packing costs 64 * 1.2
-    timed(bench, copy=1.2, packed=KernelCosts(first=0.5))
+    # A step would gain 64 * 0.5, packing costs 64 * 1.2.
+    bench.plan_by(timed(copy=1.2, packed=KernelCosts(first=0.5)))
     assert [packed(bench, step) for _ in range(4)] == [[False], [False], [True], [True]]
-    # where it gains nothing it is never done
-    timed(bench, copy=1.2, packed=KernelCosts(first=1.0))
-    bench.builder._copies = SegmentCopies(1, 10**6)
+    # Where it gains nothing it is never done.
+    bench.plan_by(timed(copy=1.2, packed=KernelCosts(first=1.0)))
     assert [packed(bench, step) for _ in range(100)] == [[False]] * 100
 
 
@@ -57,14 +56,14 @@ def test_packed_segments_and_blocks_in_place_give_the_same_numbers(dtype: torch.
     assert packed(bench, step) == [True, True]
     relay, stock, exact = outputs(bench, step, query)
     assert_as_good(relay, stock, exact, dtype)
-    bench.builder._copies = SegmentCopies(1, 0)
+    bench.plan_by(room=0)
     assert packed(bench, step) == [False, False]
     in_place, _, _ = outputs(bench, step, query)
     assert_as_good(in_place, stock, exact, dtype)
-    bench.builder._copies = SegmentCopies(1, 3)  # room for the first of them, of three blocks
+    bench.plan_by(room=3)  # for the first of them, of three blocks
     assert packed(bench, step) == [True, False]
     mixed, _, _ = outputs(bench, step, query)
-    # The rows of either group are as they were, bit for bit.
+    # The requests of either group are as they were, bit for bit.
     assert torch.equal(mixed[[0, 3, 5, 6]], relay[[0, 3, 5, 6]])
     assert torch.equal(mixed[[1, 4]], in_place[[1, 4]])
 
@@ -72,29 +71,38 @@ def test_packed_segments_and_blocks_in_place_give_the_same_numbers(dtype: torch.
 def test_a_system_kv_is_packed_when_it_is_loaded_and_as_long_as_it_is_pinned() -> None:
     bench, step = bench_of(), make_step([[1, 2, 3, 10], [1, 2, 3, 11]], [100, 110])
     other = make_step([[4, 5, 12], [4, 5, 13]], [70, 80])
-    timed(bench, copy=1e9, packed=KernelCosts(first=0.5))  # never worth it otherwise
-    bench.impl.copies = copies = bench.builder._copies = SegmentCopies(1, 3)
+    # Never worth it otherwise.
+    segments = bench.plan_by(timed(copy=1e9, packed=KernelCosts(first=0.5)), room=3)
     bench.impl.keep(bench.layer, bench.cache, [1, 2, 3])
     bench.impl.keep(bench.layer, bench.cache, [1, 2, 6, 7])  # no room: read in place
-    assert [(len(c.block_ids), len(c._layers)) for c in copies] == [(3, 1)]
+    assert [(len(s.block_ids), len(s._layers)) for s in segments] == [(3, 1)]
     assert [packed(bench, s) for s in (step, other, step)] == [[True], [False], [True]]
     query = torch.randn(2, HEADS, DIM).bfloat16()
     assert_as_good(*outputs(bench, step, query), torch.bfloat16)
     bench.impl.keep(bench.layer, bench.cache, [1, 2])  # in the first
-    assert [len(c.block_ids) for c in copies] == [3]
+    assert [len(s.block_ids) for s in segments] == [3]
     bench.impl.forget()
     assert [packed(bench, s) for s in (step, other, step)] == [[True], [False], [False]]
 
 
-def test_what_does_not_fit_evicts_nothing() -> None:
+def test_a_segment_without_room_evicts_nothing() -> None:
     bench = bench_of()
-    bench.builder._copies = SegmentCopies(1, 3)
+    segments = bench.plan_by(room=3)
     assert packed(bench, make_step([[1, 2, 10], [1, 2, 11]], [70, 80])) == [True]
-    (kept,) = bench.builder._copies
-    # Row 2 still vouches for the first, which no group of this step uses.
+    (kept,) = segments
+    # Request 2 still vouches for the first, which no group of this step uses.
     tables = [[3, 4, 5, 6, 12], [3, 4, 5, 6, 13], [1, 2, 10]]
     assert packed(bench, make_step(tables, [140, 150, 70])) == [False]
-    assert list(bench.builder._copies) == [kept]
+    assert list(segments) == [kept]
+
+
+def test_a_segment_inside_a_longer_packed_one_is_read_there() -> None:
+    bench = bench_of()
+    tables = [[1, 2, 3, 4, 10], [1, 2, 3, 4, 11], [1, 2, 12]]
+    query = torch.randn(3, HEADS, DIM).bfloat16()
+    for lens in ([140, 150, 70], [141, 151, 71]):
+        assert_as_good(*outputs(bench, make_step(tables, lens), query), torch.bfloat16)
+    assert packed(bench, make_step(tables, [142, 152, 72])) == [True, True]
 
 
 def test_a_packed_segment_that_a_step_writes_to_is_packed_anew() -> None:
@@ -121,11 +129,9 @@ def test_blocks_laid_out_for_amx_are_read_in_place(head_size: int) -> None:
     query = torch.randn(len(LENS), 6, head_size).to(dtype)
     _, stock, exact = outputs(vec, step, query)
     for room in (0, 10**6):
-        amx.builder._copies = SegmentCopies(1, room)
-        # built by the builder for "vec": vLLM's own refuses to schedule for AMX without it
-        vec.builder._copies = amx.builder._copies
-        relay = vec.builder.build(0, step).relay
-        assert isinstance(relay, NativeStep)
+        # Built by the builder for "vec": vLLM's own refuses to schedule for AMX without it.
+        vec.plan_by(room=room)
+        metadata = vec.builder.build(0, step)
         out = torch.full_like(query, torch.nan)
-        relay.run(amx.layer, amx.impl._layout, query, amx.cache, out)
+        amx.impl.forward_relayed(amx.layer, query, query, query, amx.cache, metadata, out)
         assert_as_good(out.double(), stock, exact, dtype)

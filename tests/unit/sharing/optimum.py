@@ -1,4 +1,4 @@
-"""Which groups to relay: the forest with the least predicted time.
+"""The optimum that tests compare the policy with: the forest with the least predicted time.
 
 By the cost model (`sharing.cost`) a group costs a call and its segment's first read; a row in a
 group saves what the rest of its sequence no longer costs. Both depend only on where the row's last
@@ -22,76 +22,16 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_relay.sharing._checks import check_batch
-from vllm_relay.sharing.cost import Costs, StepShape, predict, predict_stock, reads
-from vllm_relay.sharing.forest import Forest, Group, Int32Array, Level, Segment
-from vllm_relay.sharing.trie import build_trie, thin
+from vllm_relay.sharing.cost import Costs, StepShape, predict, predict_stock
+from vllm_relay.sharing.forest import Forest, Group, Level, Segment
+from vllm_relay.sharing.policy import Choice
+from vllm_relay.sharing.trie import Trie
 
 # Nodes of the trie on one path; tries that are deeper lose some.
 MOST_NODES = 24
-# `Planner` keeps a choice for so many steps of the same rows and blocks. Only contexts grow then,
-# by a token or a few per step, and predictions change little.
-KEEP_STEPS = 64
 
 
-@dataclass(frozen=True, eq=False)
-class Choice:
-    """The groups of a step, and what they are predicted to change.
-
-    Attributes:
-        forest: empty where vLLM's own attention is predicted to be as fast.
-        shape: what was predicted from.
-        stock, relay: predicted cost, in seconds per layer (or KV tokens, with `reads`), of the step
-            without groups and with these. Equal where there are none.
-    """
-
-    forest: Forest
-    shape: StepShape
-    stock: float
-    relay: float
-
-
-def find_forest(
-    block_table: Int32Array,
-    computed_lens: Int32Array,
-    block_size: int,
-    *,
-    seq_lens: Int32Array | None = None,
-    costs: Costs | None = None,
-    max_levels: int = 1,
-) -> Forest:
-    """The groups of requests whose shared leading blocks are best read once.
-
-    Two rows share a block iff they hold the same id at the same column and at every column before
-    it: identity is the physical block (contract 2).
-
-    Args:
-        block_table: int32 [R, M], block ids. Columns past a row's computed blocks are not trusted.
-        computed_lens: int32 [R], tokens of each row computed before its first query token of this
-            step; 0 for padding. Only full blocks count (contract 1), and an id <= 0 (vLLM's null
-            block) ends them. More tokens than the table holds count as all it holds.
-        block_size: tokens per block.
-        seq_lens: int32 [R], the rows' lengths with this step's query tokens; one more than computed
-            where None.
-        costs: what to minimise; the KV tokens that are read where None.
-        max_levels: most levels of groups.
-
-    Returns:
-        A forest; the groups of a level are in the order of their first rows.
-
-    Raises:
-        ValueError: a wrong shape or dtype, a negative length, block_size or max_levels < 1.
-    """
-    check_batch(block_table, computed_lens, block_size, lens_name="computed_lens")
-    if seq_lens is None:
-        seq_lens = computed_lens + np.int32(1)
-    check_batch(block_table, seq_lens, block_size, lens_name="seq_lens")
-    trie = build_trie(block_table, computed_lens, block_size)
-    shape = StepShape(trie, block_size, seq_lens, seq_lens - computed_lens)
-    return choose(shape, reads() if costs is None else costs, max_levels).forest
-
-
-def choose(shape: StepShape, costs: Costs, max_levels: int) -> Choice:
+def optimum(shape: StepShape, costs: Costs, max_levels: int) -> Choice:
     """The forest of at most ``max_levels`` levels with the least predicted cost.
 
     Raises:
@@ -120,75 +60,34 @@ def choose(shape: StepShape, costs: Costs, max_levels: int) -> Choice:
         if not lonely:
             # Nor does it see that levels cost something: try with fewer.
             levels = min(levels, len(forests[0].levels)) - 1 if costs.level else 0
-    return Choice(best, shape, stock, relay)
+    return Choice(forest=best, shape=shape, stock=stock, relay=relay)
 
 
-class Planner:
-    """Chooses the groups of step after step; one like the last costs next to nothing.
+def thin(trie: Trie, most: int) -> Trie:
+    """The trie with at most about ``most`` nodes on every path; rows move to the node above.
 
-    Args:
-        block_size: tokens per block. costs, max_levels: as `choose`.
+    Choosing groups takes time that grows with the square of a path's nodes. Only rows that each
+    share one block more than the last make paths this long.
     """
-
-    def __init__(self, block_size: int, costs: Costs, max_levels: int) -> None:
-        self.block_size = block_size
-        self.costs = costs
-        self.max_levels = max_levels
-        self._kept: _Kept | None = None
-
-    def plan(self, block_table: Int32Array, seq_lens: Int32Array, query_lens: Int32Array) -> Choice:
-        """The groups of one step; arguments as `StepShape`, errors as `find_forest`.
-
-        The predictions are those of the step in which the groups were chosen.
-        """
-        kept = self._kept
-        if kept is not None and kept.holds(block_table, seq_lens, query_lens, self.block_size):
-            return kept.choice
-        computed = _computed(seq_lens, query_lens)
-        check_batch(block_table, computed, self.block_size, lens_name="computed lengths")
-        trie = build_trie(block_table, computed, self.block_size)
-        shape = StepShape(trie, self.block_size, seq_lens.copy(), query_lens.copy())
-        choice = choose(shape, self.costs, self.max_levels)
-        # One column more than two rows share: there they differ, or one of them ends.
-        width = min(trie.width + 1, block_table.shape[1])
-        self._kept = _Kept(
-            block_table[:, :width].copy(), np.minimum(computed // self.block_size, width), choice
-        )
-        return choice
-
-
-def _computed(seq_lens: Int32Array, query_lens: Int32Array) -> Int32Array:
-    """Tokens before each row's first query; none of rows without a query, which share nothing."""
-    return np.where(query_lens > 0, seq_lens - query_lens, np.int32(0))
-
-
-@dataclass(eq=False)
-class _Kept:
-    """A choice, and the part of the step that it was made from.
-
-    While the leading columns and, within them, the computed blocks of every row are the same, so is
-    the trie: two rows differ, or one ends, before the last of these columns.
-    """
-
-    columns: Int32Array
-    blocks: Int32Array
-    choice: Choice
-    steps: int = field(default=0)
-
-    def holds(
-        self, block_table: Int32Array, seq_lens: Int32Array, query_lens: Int32Array, block_size: int
-    ) -> bool:
-        self.steps += 1
-        if self.steps > KEEP_STEPS or len(block_table) != len(self.columns):
-            return False
-        width = self.columns.shape[1]
-        blocks = np.minimum(_computed(seq_lens, query_lens) // block_size, width)
-        return (
-            block_table.shape[1] >= width
-            and np.array_equal(query_lens, self.choice.shape.query_lens)
-            and np.array_equal(blocks, self.blocks)
-            and np.array_equal(block_table[:, :width], self.columns)
-        )
+    height = [0] * len(trie.depth)
+    for node in range(1, len(height)):
+        height[node] = height[trie.parent[node]] + 1
+    if max(height) <= most:
+        return trie
+    step = -(-trie.width // most)
+    kept, depth, parent, rows, count = [0] * len(height), [0], [-1], [[trie.rows[0]]], [0]
+    for node in range(1, len(height)):
+        above = kept[trie.parent[node]]
+        if above and trie.depth[node] // step == depth[above] // step:
+            kept[node] = above
+            rows[above].append(trie.rows[node])
+            continue
+        kept[node] = len(depth)
+        depth.append(trie.depth[node])
+        parent.append(above)
+        rows.append([trie.rows[node]])
+        count.append(trie.count[node])
+    return Trie(depth, parent, [np.concatenate(r) for r in rows], count, trie.num_rows)
 
 
 @dataclass(eq=False)
@@ -286,13 +185,13 @@ class _Search:
         everything = (
             (stock.token - context.token - self.costs.fusion) * queries
             + (stock.first - context.first) * first
-            + stock.reading(lens)
+            + self.costs.reading(stock, lens)
             + (stock.pair - context.pair) * queries * lens
         )
         per_level = (self.costs.fusion + system.token) * queries
         per_token = queries * (context.pair - system.pair)
         by_end = context.first * share + per_token[:, None] * ends
-        by_end = by_end - context.reading(lens[:, None] - ends)
+        by_end = by_end - self.costs.reading(context, lens[:, None] - ends)
         saved = (
             everything[:, None, None]
             + by_end[:, :, None]
@@ -346,7 +245,11 @@ def _assemble(groups: list[_Open], shape: StepShape) -> Forest:
             segment = Segment(group.start, group.end - group.start)
             rows = np.sort(np.array(group.rows, dtype=np.int32))
             levels[group.level].append(Group(segment, rows))
-    ordered: list[Level] = [
-        tuple(sorted(level, key=lambda group: int(group.rows[0]))) for level in levels if level
-    ]
+    place = np.zeros(shape.trie.num_rows, dtype=np.int64)  # of the group around each row
+    ordered: list[Level] = []
+    for level in filter(None, levels):
+        level.sort(key=lambda group: (place[group.rows[0]], group.rows[0]))
+        for index, group in enumerate(level):
+            place[group.rows] = index
+        ordered.append(tuple(level))
     return Forest(tuple(ordered), shape.trie.num_rows, shape.block_size)

@@ -1,4 +1,4 @@
-"""Constants of devices: which are taken, for which shape, and what a file may hold."""
+"""Measured constants: which are taken, for which shape, and what a file may hold."""
 
 import json
 import os
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_relay.sharing import cost_store as device
-from vllm_relay.sharing.cost_store import Constants, Kernel, find_costs, load, save
+from vllm_relay.sharing import KernelCosts, cost_store
+from vllm_relay.sharing.cost_store import Constants, find_costs, load, save
 
 HERE = Constants(
     device="some CPU (vec)",
@@ -18,9 +18,10 @@ HERE = Constants(
     head_size=64,
     dtype="bfloat16",
     cache=1 << 20,
-    stock=Kernel(call=1e-6, token=2e-12, first=3e-11, read=4e-12, far=6e-12, pair=5e-12),
-    context=Kernel(call=2e-6, token=3e-12, first=4e-11, read=5e-12, far=6e-12, pair=6e-12),
-    system=Kernel(call=3e-6, token=4e-12, first=5e-11, read=0.0, far=0.0, pair=1e-12),
+    stock=KernelCosts(call=1e-6, token=2e-12, first=3e-11, read=4e-12, far=6e-12, pair=5e-12),
+    context=KernelCosts(call=2e-6, token=3e-12, first=4e-11, read=5e-12, far=6e-12, pair=6e-12),
+    system=KernelCosts(call=3e-6, token=4e-12, first=5e-11, read=0.0, far=0.0, pair=1e-12),
+    packed=KernelCosts(call=3e-6, token=4e-12, first=2e-11, read=0.0, far=0.0, pair=8e-13),
     fusion=1e-10,
     step=1e-5,
     level=2e-6,
@@ -35,7 +36,9 @@ def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def find(heads: int = 8, kv_heads: int = 2, head_size: int = 64, **given: object) -> device.Found:
+def find(
+    heads: int = 8, kv_heads: int = 2, head_size: int = 64, **given: object
+) -> cost_store.Found:
     arguments = {"device": HERE.device, "threads": 1, **given}
     return find_costs(heads, kv_heads, head_size, **arguments)  # type: ignore[arg-type]
 
@@ -51,7 +54,7 @@ def test_constants_become_costs_by_bytes_and_operations() -> None:
     assert costs.fusion == pytest.approx(1e-10 * query_bytes)
     assert costs.copy == pytest.approx(2e-10 * kv_bytes)
     assert costs.stock.far == pytest.approx(6e-12 * kv_bytes)
-    assert costs.stock.near == (1 << 20) / (2 * 64 * 2)
+    assert costs.near == (1 << 20) / (2 * 64 * 2)
     twice = HERE.costs(16, 4, 64, "float32")
     assert twice.stock.first == pytest.approx(4 * costs.stock.first)
     assert twice.stock.pair == pytest.approx(2 * costs.stock.pair)
@@ -61,7 +64,7 @@ def test_the_users_measurement_of_the_same_comes_first(own_file: Path) -> None:
     save([HERE], own_file)
     found = find()
     assert found.costs == HERE.costs(8, 2, 64, "bfloat16")
-    assert (found.margin, found.guessed) == (device.MARGIN, False)
+    assert (found.margin, found.guessed) == (cost_store.MARGIN, False)
     assert str(own_file) in found.source and "8/2 heads of 64" in found.source
     # a newer one takes its place; other shapes, threads and devices stay beside it
     others = [replace(HERE, threads=2), replace(HERE, heads=4), replace(HERE, device="other")]
@@ -76,25 +79,21 @@ def test_another_shape_or_device_stands_in_with_a_wider_margin(own_file: Path) -
     save([HERE, replace(HERE, heads=32, kv_heads=8, head_size=128, step=0.5)], own_file)
     near = find(28, 4, 128)
     assert near.costs.step == 0.5 and not near.guessed
-    assert near.margin == device.MARGIN_OF_A_GUESS
+    assert near.margin == cost_store.MARGIN_OF_A_GUESS
     assert near.costs.stock.first == pytest.approx(3e-11 * 2 * 4 * 128 * 2)
     other = find(device="no such CPU")
-    assert other.guessed and other.margin == device.MARGIN_OF_A_GUESS
+    assert other.guessed and other.margin == cost_store.MARGIN_OF_A_GUESS
     assert other.source.startswith("no such CPU with 1 thread was not measured; costs of some CPU")
 
 
 def test_what_is_shipped_can_be_read_and_is_of_real_machines() -> None:
-    shipped = load(device.SHIPPED)
+    shipped = load(cost_store.SHIPPED)
     assert len({entry.shape() for entry in shipped}) == len(shipped) >= 3
     for entry in shipped:
         assert entry.measured and "(" in entry.device
         costs = entry.costs(entry.heads, entry.kv_heads, entry.head_size, entry.dtype)
-        if entry.packed is None:  # context attention is vLLM's kernel, and more
-            for name in ("call", "token", "first", "read", "far", "pair"):
-                assert getattr(costs.context, name) >= getattr(costs.stock, name)
-        else:
-            assert costs.packed is not None and costs.packed.pair > 0
-            assert costs.rest is not None and costs.rest.call == 0
+        assert costs.packed is not None and costs.packed.pair > 0
+        assert costs.ungrouped is not None and costs.ungrouped.call == 0
         assert costs.stock.first > 0 and costs.stock.pair + costs.stock.read > 0
 
 
@@ -104,7 +103,7 @@ def test_what_is_shipped_can_be_read_and_is_of_real_machines() -> None:
         ("{", "Expecting property name"),
         ("{}", "expected a list of measurements"),
         ("[1]", "measurement 0: expected an object, got int"),
-        ('[{"device": 1}]', "measurement 0: kernel: expected an object, got None"),
+        ('[{"device": 1}]', "measurement 0: kernelcosts: expected an object, got None"),
     ],
 )
 def test_a_file_that_is_none_is_named(own_file: Path, text: str, message: str) -> None:
@@ -161,10 +160,10 @@ def test_a_write_that_fails_leaves_the_old_file(own_file: Path, monkeypatch) -> 
 def test_where_the_users_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("VLLM_RELAY_DEVICES")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert device.user_file() == tmp_path / "vllm-relay" / "devices.json"
+    assert cost_store.user_file() == tmp_path / "vllm-relay" / "devices.json"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert device.user_file() == tmp_path / "home" / ".cache" / "vllm-relay" / "devices.json"
+    assert cost_store.user_file() == tmp_path / "home" / ".cache" / "vllm-relay" / "devices.json"
 
 
 def test_json_is_what_people_can_read(own_file: Path) -> None:
