@@ -50,7 +50,7 @@ def _tree(tokens: np.ndarray) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def _prompts(tokens: np.ndarray) -> tuple[list[list[int]], list[list[int]]]:
-    """A prompt per group to warm the cache, and 32 requests in 3 groups plus 5 ungrouped ones, shuffled."""
+    """A prompt per group to warm the cache; 32 requests in 3 groups and 5 ungrouped, shuffled."""
     take = _source(tokens)
     warm_up, prompts = [], []
     for prefix_tokens, members, own_tokens in GROUPS:

@@ -128,6 +128,9 @@ def _savings(shape: StepShape, costs: Costs, levels: int) -> _Savings:
     for node, parent in enumerate(trie.parent):
         path.append([*path[parent], node] if node else [0])
         rows, ends = trie.rows[node], path[node]
+        if not len(rows):
+            saved.append(np.zeros((0, len(ends), levels + 1)))
+            continue
         lens = shape.seq_lens[rows].astype(np.float64)
         queries = shape.query_lens[rows].astype(np.float64)
         first = lens - depth[node] + share[node]
