@@ -6,15 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from benchmarks.ceilings import gemm_rate, read_rate
-from vllm_relay.backend import calibrate_torch
-from vllm_relay.backend.cpu_native import make_step
-from vllm_relay.calibration import kernels as calibrate_native
+from vllm_relay.calibration import kernels
 from vllm_relay.calibration.probe import Probe, Shape
 from vllm_relay.ops.native import library as native
-from vllm_relay.sharing import RelayPlan, reads
+from vllm_relay.sharing import reads
 
 Call = Callable[[], torch.Tensor]
 
@@ -41,11 +38,9 @@ class AttentionWorker:
             return _measured(
                 {
                     "vLLM, row by row": probe.stock(common),
-                    "PyTorch's flash kernel": _first(calibrate_torch.system(probe, query, table)),
-                    "ours, blocks in place": _first(calibrate_native.system(probe, query, table)),
-                    "ours, packed": _first(
-                        calibrate_native.system(probe, query, table, packed=True)
-                    ),
+                    "PyTorch's flash kernel": _torch_flash(probe, query, table),
+                    "ours, blocks in place": _first(kernels.system(probe, query, table)),
+                    "ours, packed": _first(kernels.system(probe, query, table, packed=True)),
                 },
                 probe,
                 _exact(probe, query, table[None].repeat(rows, 0), np.full(rows, tokens), 1),
@@ -61,7 +56,7 @@ class AttentionWorker:
             given = np.array(lens, dtype=np.int32)
             common = common.replace(seq_lens=torch.from_numpy(given))
             tables, query = common.block_table_tensor.numpy(), probe.query(common)
-            ways = {"vLLM": probe.stock(common), "ours": _unshared(probe, common)}
+            ways = {"vLLM": probe.stock(common), "ours": kernels.context(probe, common)}
             return _measured(ways, probe, _exact(probe, query, tables, given, queries), rounds)
 
     def measure_speed_up(self, rows: int, prefix: int, own: int, rounds: int) -> dict[str, Any]:
@@ -76,7 +71,7 @@ class AttentionWorker:
             relay, relayed = probe.relay(common, reads())
             if not relayed:
                 raise ValueError(f"{prefix} tokens are no KV block of {probe.block}")
-            alone = _unshared(probe, common)
+            alone = kernels.context(probe, common)
             ways = {"vLLM": probe.stock(common), "relay": relay, "alone": alone}
             tables, lens = common.block_table_tensor.numpy(), common.seq_lens.numpy()
             exact = _exact(probe, probe.query(common), tables, lens, 1)
@@ -93,21 +88,26 @@ class AttentionWorker:
         return self._probe
 
 
-def _unshared(probe: Probe, common: CommonAttentionMetadata) -> Call:
-    """Relay's context kernel on a step in which each row attends to all of its own blocks."""
-    tables, lens = common.block_table_tensor.numpy(), common.seq_lens.numpy()
-    plan = RelayPlan(np.zeros(0, dtype=np.int32), (), tables, lens)
-    each = np.diff(common.query_start_loc.numpy())
-    step = make_step(plan, [], np.arange(len(lens)), each, None, probe.impl, probe.dtype)
-    query = probe.query(common)
-    out = torch.empty_like(query)
+def _torch_flash(probe: Probe, query: torch.Tensor, table: np.ndarray) -> Call:
+    """PyTorch's CPU flash attention over the segment, copied to dense keys and values before."""
+    impl = probe.impl
+    shape = (impl.num_kv_heads, len(table) * probe.block, impl.head_size)
+    segments = {}
+    for layer in probe.layers:
+        cache = probe.cache(layer)
+        keys, values = cache.new_empty(shape), cache.new_empty(shape)
+        layer.impl._layout.copy_rows(cache, table.tolist(), keys, values)
+        segments[layer.layer_name] = keys[None], values[None]
+    # The query heads of one KV head are rows of one product: K and V are read once per KV head.
+    rows = query.transpose(0, 1).reshape(1, impl.num_kv_heads, -1, impl.head_size)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
-    def ours() -> torch.Tensor:
-        layer = probe.next_layer()
-        step.run(layer, layer.impl._layout, query, probe.cache(layer), out)
-        return out
+    def call() -> torch.Tensor:
+        keys, values = segments[probe.next_layer().layer_name]
+        out = flash(rows, keys, values, scale=impl.scale)[0]
+        return out.reshape(impl.num_heads, len(query), impl.head_size).transpose(0, 1)
 
-    return ours
+    return call
 
 
 def _first(call: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> Call:

@@ -25,29 +25,33 @@ class PlanningWorker:
         Args:
             keep: False: choose anew in every step, as if each changed the batch.
         """
-        from vllm_relay.backend.cpu import RelayMetadataBuilder
-        from vllm_relay.sharing import search
+        from vllm_relay.backend.cpu import StepPlanner
+        from vllm_relay.backend.packed_cache import PackedCache
+        from vllm_relay.sharing import planner
 
-        search.KEEP_STEPS = 64 if keep else 0
+        planner.KEEP_STEPS = 64 if keep else 0
         for groups in self.model_runner.attn_groups:
             for group in groups:
                 builder = group.get_metadata_builder()
-                builder._costs = costs_that_pay()
-                builder._planner = search.Planner(builder._block, builder._costs, 3)
+                block_size = builder.kv_cache_spec.block_size
+                (impl, *_) = builder._impls
+                builder.planner = StepPlanner(
+                    impl, block_size, builder.dtype, costs_that_pay(), 3, PackedCache(1, 2**62)
+                )
         if hasattr(self, "_plans"):
             self._plans.clear()
             self._steps.clear()
             return
         self._plans: list[tuple[int, float, bool]] = []
         self._steps: list[float] = []
-        plan, execute = RelayMetadataBuilder._plan_step, self.model_runner.execute_model
+        plan, execute = StepPlanner.plan, self.model_runner.execute_model
 
-        def timed_plan(builder: Any, common: Any) -> Any:
+        def timed_plan(planner: Any, common: Any) -> Any:
             begun = time.perf_counter()
-            step = plan(builder, common)
+            step, stats = plan(planner, common)
             taken = time.perf_counter() - begun
             self._plans.append((common.num_reqs, taken, step is not None))
-            return step
+            return step, stats
 
         def timed_execute(*args: Any, **kwargs: Any) -> Any:
             begun = time.perf_counter()
@@ -55,7 +59,7 @@ class PlanningWorker:
             self._steps.append(time.perf_counter() - begun)
             return done
 
-        RelayMetadataBuilder._plan_step = timed_plan
+        StepPlanner.plan = timed_plan
         self.model_runner.execute_model = timed_execute
 
     def timed_plans(self) -> tuple[list[tuple[int, float, bool]], list[float]]:
