@@ -33,9 +33,8 @@ def instruction_sets() -> list[InstructionSet]:
     """Instruction sets of this kind of machine, the least first."""
     found = []
     for path in (Path(__file__).parent / SOURCES / "isa").glob("*.h"):
-        line = dict(
-            re.findall(r"^// (machines|flags|needs|rank):[ ]*(.*)$", path.read_text(), re.M)
-        )
+        keys = r"^// (machines|flags|needs|rank):[ ]*(.*)$"
+        line = dict(re.findall(keys, path.read_text(), re.M))
         if platform.machine() in line["machines"].split() or line["machines"] == "any":
             flags = line["flags"].split()
             found.append(InstructionSet(int(line["rank"]), path.stem, flags, line["needs"]))
