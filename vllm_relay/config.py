@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-# The names of our KV connectors in vLLM: the one that loads files, the one that builds them.
-CONNECTOR = "SystemKVConnector"
+# Our KV connectors in vLLM: the first loads system-KV files, the second builds them.
+CONNECTOR, CONNECTOR_MODULE = "SystemKVConnector", "vllm_relay.system_kv.connector"
 CAPTURE_CONNECTOR = "CaptureConnector"
 
 

@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 from tests.engine.engine import ROOT, environment
-from vllm_relay.plugin import SUPPORTED, check_engine_version
+from vllm_relay.compat import SUPPORTED, check_engine_version
 
 
 def _python(code: str, *, with_log: bool = False) -> str:
@@ -175,13 +175,13 @@ def test_on_cuda_a_model_that_relay_cannot_serve_gets_what_vllm_chooses() -> Non
         from vllm.platforms.interface import DeviceCapability
         from vllm.v1.attention.backends.registry import AttentionBackendEnum as E
         from vllm.v1.attention.selector import AttentionSelectorConfig
-        from vllm_relay import backend, plugin
+        from vllm_relay import backend, compat
         from vllm_relay.backend import cuda
 
         backend.RelayBackend = cuda.RelayBackend  # as on a machine with a GPU
         Platform.get_device_capability = classmethod(lambda cls, device=0: DeviceCapability(9, 0))
-        plugin.fall_back(Platform)
-        plugin.fall_back(Platform)
+        compat.fall_back_on_cuda()
+        compat.fall_back_on_cuda()
         layer = dict(head_size=64, kv_cache_dtype="auto", block_size=16)
         for dtype in (torch.bfloat16, torch.float32):
             config = AttentionSelectorConfig(dtype=dtype, **layer)
@@ -203,7 +203,7 @@ def test_vllms_flash_attention_is_a_provider_of_the_ops() -> None:
 
         fa_utils.get_flash_attn_version = lambda: 3
         fa_utils.flash_attn_varlen_func = reference_flash.flash_attn_varlen_func
-        plugin._offer_flash_attention()
+        plugin.offer_flash_attention()
         assert "vllm" in providers._registered["system"]
         q, cache = torch.randn(2, 4, 32), torch.randn(3, 16, 2, 64)
         reason = providers._registered["context"]["vllm"].usable(q, cache, cache)
