@@ -1,7 +1,6 @@
-"""Counters of what relay did in this process, and the lines it writes to vLLM's log.
+"""Counters of relayed steps in this process, and relay's lines in vLLM's log.
 
-In another process than the engine's workers the counters stay zero; ask the workers:
-``llm.collective_rpc("relay_counters")``.
+Only an engine's workers count: ``llm.collective_rpc("relay_counters")`` asks them.
 """
 
 import logging
@@ -10,9 +9,11 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing import util
+from typing import TYPE_CHECKING
 
-from vllm_relay.ops.planning.device_plan import Report
-from vllm_relay.sharing import RelayPlan
+if TYPE_CHECKING:
+    from vllm_relay.ops.planning.device_plan import Report
+    from vllm_relay.sharing import RelayPlan
 
 REPORT_SECONDS = 60.0
 # A child of vLLM's own logger: its handlers, format and level apply.
@@ -30,7 +31,7 @@ class _Counters:
 
 
 _counters = _Counters()
-# Plans on a device count there: how to ask each, as long as it lives, and KV bytes of a token.
+# Plans on a device keep counters there: the method that reads them, and KV bytes of a token.
 _devices: list[tuple["weakref.WeakMethod[Callable[[bool], tuple[Report, Report]]]", int]] = []
 _said: set[str] = set()
 _speaks = True
@@ -38,10 +39,10 @@ _reported_at = 0.0
 
 
 def counters(wait: bool = True) -> dict[str, int]:
-    """What this process counted since it started.
+    """The counters of this process since it started.
 
     Args:
-        wait: for the steps that a device is still planning; else they are left out.
+        wait: True waits for steps that a device is still planning; False leaves them out.
 
     Returns:
         steps: steps planned, per KV cache group. steps_relayed: those with at least one group of
@@ -56,7 +57,7 @@ def counters(wait: bool = True) -> dict[str, int]:
         reference, kv_bytes_per_token = entry
         newest = reference()
         if newest is None:
-            # of a builder that vLLM made for a try
+            # vLLM has dropped a trial builder.
             _devices.remove(entry)
             continue
         total = newest(wait)[1]
@@ -66,12 +67,12 @@ def counters(wait: bool = True) -> dict[str, int]:
     return found
 
 
-def count_step(plan: RelayPlan | None, kv_bytes_per_token: int) -> None:
+def count_step(plan: "RelayPlan | None", kv_bytes_per_token: int) -> None:
     """Count one planned step.
 
     Args:
-        plan: None when nothing is relayed. kv_bytes_per_token: KV bytes of one token over all
-            relayed layers.
+        plan: None when nothing is relayed.
+        kv_bytes_per_token: KV bytes of one token in all relayed layers.
     """
     _counters.steps += 1
     if plan is None:
@@ -92,8 +93,10 @@ def count_step(plan: RelayPlan | None, kv_bytes_per_token: int) -> None:
     _report_now_and_then()
 
 
-def follow_device(newest: Callable[[bool], tuple[Report, Report]], kv_bytes_per_token: int) -> None:
-    """Count what a plan on a device counts there, as long as it lives.
+def follow_device(
+    newest: "Callable[[bool], tuple[Report, Report]]", kv_bytes_per_token: int
+) -> None:
+    """Add the counters of a plan on a device to this process's, as long as the plan lives.
 
     Args:
         newest: `DevicePlan.newest`. kv_bytes_per_token: as in `count_step`.
@@ -101,8 +104,8 @@ def follow_device(newest: Callable[[bool], tuple[Report, Report]], kv_bytes_per_
     _devices.append((weakref.WeakMethod(newest), kv_bytes_per_token))
 
 
-def hear_device(last: Report) -> None:
-    """Write to the log as `count_step` does, from the last step that a device told of."""
+def hear_device(last: "Report") -> None:
+    """Write to the log as `count_step` does, from the last step that a device has reported."""
     if last.groups == 0:
         return
     if _reported_at == 0.0:
@@ -113,7 +116,7 @@ def hear_device(last: Report) -> None:
 
 
 def _announce(requests: int, shared: int, groups: int, saved: int, stock: int) -> None:
-    """One line when something is shared for the first time; the last three are KV tokens."""
+    """Log the first shared step; ``shared``, ``saved`` and ``stock`` are KV tokens."""
     global _reported_at
     _reported_at = time.monotonic()
     if _speaks:
@@ -128,20 +131,20 @@ def _announce(requests: int, shared: int, groups: int, saved: int, stock: int) -
 
 
 def say_once(message: str, level: int = logging.WARNING) -> None:
-    """Log ``relay: message`` the first time this process meets it."""
+    """Log ``relay: message``, once per process."""
     if _speaks and message not in _said:
         _said.add(message)
         logger.log(level, "relay: %s", message)
 
 
 def set_speaker(speaks: bool) -> None:
-    """Whether this process writes to the log: of an engine's workers one does."""
+    """Let this process write to the log or not: one of an engine's workers does."""
     global _speaks
     _speaks = speaks
 
 
 def report_at_exit() -> None:
-    """Log one line with the counters when this process ends in order. Idempotent."""
+    """Log the counters when this process ends in order. Idempotent."""
     if _speaks and "report" not in _said:
         _said.add("report")
         # multiprocessing's finalizers run in forked workers too, atexit does not.
@@ -149,10 +152,10 @@ def report_at_exit() -> None:
 
 
 def _report_now_and_then() -> None:
-    """One line every `REPORT_SECONDS` while steps are relayed.
+    """Log the counters every `REPORT_SECONDS` while steps are relayed.
 
-    The line at exit is not certain: unless ``--shutdown-timeout`` gives them time, vLLM kills its
-    workers when a server stops.
+    The line at exit is not certain: without ``--shutdown-timeout`` vLLM kills the workers of a
+    server that stops.
     """
     global _reported_at
     now = time.monotonic()

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -18,7 +18,14 @@ import torch
 
 from vllm_relay.config import CAPTURE_CONNECTOR
 from vllm_relay.system_kv import capture
-from vllm_relay.system_kv.file import Layer, Manifest, SystemKVError, tensor_names, write_file
+from vllm_relay.system_kv.file import (
+    Layer,
+    Manifest,
+    SystemKVError,
+    SystemKVFile,
+    tensor_names,
+    write_file,
+)
 from vllm_relay.system_kv.identity import Identity, identify
 from vllm_relay.system_kv.prompts import Prompt
 
@@ -236,3 +243,26 @@ def scratch_folder(where: Path) -> Iterator[Path]:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def largest_difference(
+    file: SystemKVFile, tensors: Mapping[str, torch.Tensor]
+) -> tuple[float, str]:
+    """The largest difference of one token in one tensor between a file and a fresh prefill.
+
+    Returns:
+        The root mean square of the difference over that of the fresh values (inf for a NaN), and
+        the token and tensor it is in.
+    """
+    worst, where = 0.0, ""
+    for layer in file.manifest.layers:
+        stored = file.tensors(layer.name)
+        for name, theirs in zip(tensor_names(layer.name), stored, strict=True):
+            ours = tensors[name].float()
+            squares = (theirs.float() - ours).square().mean((1, 2)), ours.square().mean((1, 2))
+            rms = (squares[0] / squares[1]).sqrt().nan_to_num(torch.inf)
+            token = int(rms.argmax())
+            value = float(rms[token])
+            if value >= worst:
+                worst, where = value, f"token {token} of tensor {name}"
+    return worst, where
