@@ -78,15 +78,23 @@ def honour_backend_on_cpu() -> None:
     """
 
     @wrap(target("vllm.platforms.cpu:CpuPlatform"), "get_attn_backend_cls")
-    def choose(stock: Any, cls: Any, backend: Any, selector: Any, *args: Any, **kw: Any) -> str:
-        if getattr(backend, "name", None) == BACKEND_NAME:
-            if not selector.use_mla and not selector.use_sparse:
-                return str(backend.get_path())
-            kind = "multi-head latent" if selector.use_mla else "sparse"
+    def choose(
+        stock: Any,
+        cls: Any,
+        selected_backend: Any,
+        attn_selector_config: Any,
+        *args: Any,
+        **kw: Any,
+    ) -> str:
+        config = attn_selector_config
+        if getattr(selected_backend, "name", None) == BACKEND_NAME:
+            if not config.use_mla and not config.use_sparse:
+                return str(selected_backend.get_path())
+            kind = "multi-head latent" if config.use_mla else "sparse"
             reason = f"{kind} attention has no relay path"
             metrics.say_once(f"not used: {reason}; vLLM's own backend serves this model")
-            backend = None
-        return str(stock(cls, backend, selector, *args, **kw))
+            selected_backend = None
+        return str(stock(cls, selected_backend, config, *args, **kw))
 
 
 def fall_back_on_cuda() -> None:
@@ -99,14 +107,14 @@ def fall_back_on_cuda() -> None:
     """
 
     @wrap(target("vllm.platforms.cuda:CudaPlatformBase"), "get_attn_backend_cls")
-    def choose(stock: Any, cls: Any, backend: Any, *args: Any, **kwargs: Any) -> str:
-        if getattr(backend, "name", None) == BACKEND_NAME:
+    def choose(stock: Any, cls: Any, selected_backend: Any, *args: Any, **kwargs: Any) -> str:
+        if getattr(selected_backend, "name", None) == BACKEND_NAME:
             try:
-                return str(stock(cls, backend, *args, **kwargs))
+                return str(stock(cls, selected_backend, *args, **kwargs))
             except ValueError as error:
                 metrics.say_once(f"not used: {error}; vLLM chooses a backend of its own")
-                backend = None
-        return str(stock(cls, backend, *args, **kwargs))
+                selected_backend = None
+        return str(stock(cls, selected_backend, *args, **kwargs))
 
 
 def keep_all_cores() -> None:
@@ -266,10 +274,10 @@ def tap_kv_updates(impl: Any, take: Callable[[Any, Any, Any], None]) -> None:
 
     @wrap(impl, "do_kv_cache_update")
     def update(
-        stock: Any, layer: Any, key: Any, value: Any, cache: Any, slots: Any, *more: Any
+        stock: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any
     ) -> Any:
-        done = stock(layer, key, value, cache, slots, *more)
-        take(key, value, slots)
+        done = stock(layer, key, value, kv_cache, slot_mapping)
+        take(key, value, slot_mapping)
         return done
 
 

@@ -23,7 +23,8 @@ def target(path: str) -> Any:
 def wrap(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
     """Decorator: replaces method ``name`` of a class or object by the function, once.
 
-    The function is called with the method, then its arguments. Raises TargetMoved.
+    The function is called with the method, then its arguments; vLLM passes some by name, so the
+    parameters keep their names. Raises TargetMoved.
     """
     is_class = isinstance(owner, type)
     if not hasattr(owner, name):

@@ -119,7 +119,8 @@ def test_layers_without_a_relay_class_get_vllms_own_and_a_reason() -> None:
         from vllm.platforms.cpu import CpuPlatform
         from vllm.v1.attention.backends.registry import AttentionBackendEnum as E
         plain = SimpleNamespace(use_mla=False, use_sparse=False)
-        print(CpuPlatform.get_attn_backend_cls(E["RELAY"], plain))
+        named = {"selected_backend": E["RELAY"], "attn_selector_config": plain}  # as vLLM calls it
+        print(CpuPlatform.get_attn_backend_cls(**named))
         print(CpuPlatform.get_attn_backend_cls(E["FLASH_ATTN"], plain))
         mla = SimpleNamespace(use_mla=True, use_sparse=False)
         try:
