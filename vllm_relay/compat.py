@@ -273,19 +273,14 @@ def tap_kv_updates(impl: Any, take: Callable[[Any, Any, Any], None]) -> None:
     """
 
     @wrap(impl, "do_kv_cache_update")
-    def update(
-        stock: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any
-    ) -> Any:
-        done = stock(layer, key, value, kv_cache, slot_mapping)
-        take(key, value, slot_mapping)
+    def update(stock: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slots: Any) -> Any:
+        done = stock(layer, key, value, kv_cache, slots)
+        take(key, value, slots)
         return done
 
 
 def block_hasher(vllm_config: Any, hash_block_size: int) -> Any:
-    """The function that hashes a request's blocks as vLLM's scheduler does.
-
-    Branch: 0.33 also hashes tokens beyond a block. Remove when: from 0.33 on.
-    """
+    """vLLM's function that hashes a request's blocks. Branch: 0.33 on adds tokens of the next."""
     make = target("vllm.v1.core.kv_cache_utils:get_request_block_hasher")
     hash_of = target("vllm.utils.hashing:get_hash_fn_by_name")
     lookahead = "num_hash_lookahead_tokens"
