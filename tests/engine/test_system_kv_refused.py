@@ -25,7 +25,7 @@ from tests.engine.system_kv import relay_command, run_relay
 from vllm_relay import register
 from vllm_relay.serving.processes import serving, vllm
 from vllm_relay.system_kv.file import MANIFEST_KEY, SystemKVError, SystemKVFile
-from vllm_relay.system_kv.settings import ADMITTED
+from vllm_relay.system_kv.admission import ADMITTED
 
 pytestmark = pytest.mark.engine
 

@@ -102,8 +102,8 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "def register():\n"
         "    from vllm.v1.attention.backends.registry import register_backend\n"
         "    from vllm.v1.worker.worker_base import WorkerBase\n"
-        "    from vllm_relay import metrics, plugin\n"
-        "    register_backend(plugin.BACKEND_NAME, plugin.BACKEND_PATH)\n"
+        "    from vllm_relay import compat, metrics\n"
+        "    register_backend(compat.BACKEND_NAME, compat.BACKEND_PATH)\n"
         "    WorkerBase.relay_counters = lambda self: metrics.counters()\n"
     )
     info = folder / "relay_patch_test-0.dist-info"

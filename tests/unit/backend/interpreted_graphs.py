@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu import cudagraph_utils
 from tests.unit.backend.cuda_bench import Bench, Step, make_config, random_step
 from tests.unit.backend.cuda_cases import ALONE, CLOSE, SHARED, owned, relayed
 from vllm_relay.backend import cuda
-from vllm_relay.backend import cuda_graphs as graphs
+from vllm_relay.backend.cuda_graphs import graphs
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def test_without_a_second_set_of_graphs_every_step_is_planned(folder, manager) -
 
 def test_graphs_are_captured_once_where_nothing_relays(folder, manager) -> None:
     bench = Bench(make_config(folder, enabled=False))
-    graphs.wrap(cudagraph_utils.CudaGraphManager)
+    graphs.add_plain()
     capture_graphs(manager, bench)
     assert set(manager.graphs) == {Desc(8), Desc(4), Desc(1)}
     assert not graphs.have_both() and not manager._relay_plain_graphs

@@ -1,4 +1,4 @@
-"""Which KV blocks system KVs take: the same answer in every process, from tokens alone."""
+"""The KV blocks of system KVs: the same answer in every process, from token ids alone."""
 
 import math
 from collections.abc import Sequence
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one prompt lies in the KV cache.
+    """The KV blocks of one prompt.
 
     Attributes:
-        block_ids: of its full blocks, in order. shared: how many leading ones belong to an earlier
-            prompt that begins with the same tokens.
+        block_ids: of its full blocks, in order.
+        shared: how many leading ones belong to an earlier prompt that begins with the same tokens.
     """
 
     block_ids: tuple[int, ...]
@@ -19,12 +19,10 @@ class Placement:
 
 
 def place(prompts: Sequence[Sequence[int]], block_size: int) -> list[Placement]:
-    """Give each prompt's full blocks ids from 1 on; prompts that begin alike share their blocks.
+    """Block ids from 1 on for each prompt; prompts with a common prefix share its blocks.
 
-    An engine's block 0 is its null block.
-
-    Tokens past the last full block get none: they are prefilled with each request, at their
-    positions.
+    Block 0 is vLLM's null block. Tokens past the last full block get none: each request prefills
+    them.
 
     Args:
         prompts: token ids. block_size: tokens per block.
@@ -48,11 +46,11 @@ def place(prompts: Sequence[Sequence[int]], block_size: int) -> list[Placement]:
 def budget_error(
     pinned: int, usable: int, share: float, max_model_len: int, block_size: int
 ) -> str | None:
-    """Why so many blocks cannot be pinned, with the numbers; None when they can.
+    """The reason why so many blocks cannot be pinned, with the numbers; None when they can.
 
     Args:
-        pinned: blocks to pin. usable: blocks of the KV cache. share: the part that pins may take.
-        max_model_len: tokens of the longest request that must still fit beside them.
+        pinned: blocks to pin. usable: blocks of the KV cache. share: the part that may be pinned.
+        max_model_len: tokens of the longest request, which must still fit.
     """
     allowed = math.floor(share * usable + 1e-6)  # 0.29 * 100 is 28.999…
     if pinned > allowed:

@@ -1,6 +1,6 @@
-"""From the files an operator names to a configured connector: read, check, refuse or hand on.
+"""Admission of system-KV files: settings become a configured connector with checked files.
 
-Runs where vLLM makes its configuration, before any process of the engine is started: a file that
+It runs while vLLM makes its configuration, before any process of the engine starts: a file that
 does not fit stops the start with one line, not after minutes of loading.
 """
 
@@ -10,29 +10,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from vllm_relay import metrics
-from vllm_relay.config import CONNECTOR, RelayConfig, SystemKVConfig
+from vllm_relay import compat, metrics
+from vllm_relay.config import CONNECTOR, CONNECTOR_MODULE, RelayConfig, SystemKVConfig
 from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
 from vllm_relay.system_kv.identity import differences, identify
 
-MODULE = "vllm_relay.system_kv.connector"
-# An entry of the connector's extra config, made here: [path, seal] of each file to load.
+# Entry of the connector's extra config, made here: [path, seal] of each file to load.
 ADMITTED = "admitted"
 
 
-# Speculation whose drafts have no KV of their own in the cache.
-_DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
-
-
 def configure(engine_args: Any) -> None:
-    """Give an engine the connector that its settings ask for; nothing without ``system_kv``.
+    """Configure the connector that ``system_kv`` asks for, if it does.
 
     Args:
         engine_args: vLLM's EngineArgs; ``kv_transfer_config`` is set.
 
     Raises:
-        ValueError: bad settings, files named in two places, or another option that takes the
-            connector's place.
+        ValueError: bad settings, files named in two places, or an option that replaces connectors.
     """
     from vllm.config import KVTransferConfig
 
@@ -43,7 +37,7 @@ def configure(engine_args: Any) -> None:
     present = [] if given is None else [read_settings(extra) for _, extra in _our_entries(given)]
     if not ours.files and not present:
         return
-    if getattr(engine_args, "kv_offloading_size", None) is not None:
+    if engine_args.kv_offloading_size is not None:
         raise ValueError(
             "--kv-offloading-size replaces the connector that loads system KVs: name "
             "OffloadingConnector in --kv-transfer-config instead, both run then"
@@ -56,7 +50,7 @@ def configure(engine_args: Any) -> None:
         return
     entry: dict[str, Any] = {
         "kv_connector": CONNECTOR,
-        "kv_connector_module_path": MODULE,
+        "kv_connector_module_path": CONNECTOR_MODULE,
         # A producer that has nothing to deliver: the role with the least influence on scheduling.
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {**asdict(ours), "files": list(ours.files)},
@@ -76,11 +70,7 @@ def configure(engine_args: Any) -> None:
 
 
 def read_settings(extra: Mapping[str, Any]) -> SystemKVConfig:
-    """The settings in a connector's extra config.
-
-    Raises:
-        ValueError: an unknown setting or a bad value, by name.
-    """
+    """The settings in a connector's extra config. Raises ValueError for a bad one, by name."""
     return SystemKVConfig.from_mapping({k: v for k, v in extra.items() if k != ADMITTED})
 
 
@@ -96,7 +86,7 @@ def _our_entries(kv_transfer_config: Any) -> Iterator[tuple[int | None, dict[str
 
 
 def admit(vllm_config: Any, chat_template: str | None) -> None:
-    """Check the files of a configured connector and hand those that fit on to it.
+    """Check the files of a configured connector and give it those that fit.
 
     Args:
         vllm_config: vLLM's VllmConfig, complete.
@@ -126,6 +116,8 @@ def admit(vllm_config: Any, chat_template: str | None) -> None:
                 if block and file.manifest.tokens < block:
                     tokens = file.manifest.tokens
                     raise SystemKVError(f"{path}: has {tokens} tokens, a KV block has {block}")
+                # Workers hash what they write once more: between here and there the tensors may
+                # change, and the seal guards the header only.
                 file.verify()
             except SystemKVError as error:
                 if settings.errors == "stop":
@@ -137,28 +129,28 @@ def admit(vllm_config: Any, chat_template: str | None) -> None:
 
 
 def _unusable(vllm_config: Any) -> str | None:
-    """Why an engine cannot use system KVs, as far as its configuration tells; or None."""
+    """The reason in its configuration why an engine cannot use system KVs, or None."""
     parallel = vllm_config.parallel_config
     if not vllm_config.cache_config.enable_prefix_caching:
         return "prefix caching is off; requests find them by it: remove --no-enable-prefix-caching"
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+    if compat.finds_kv_scales(vllm_config.cache_config):
         return "the KV cache's scales are found by the first request (--calculate-kv-scales)"
     if vllm_config.model_config.is_encoder_decoder:
         return "the model is an encoder-decoder"
     speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in _DRAFTS_WITHOUT_KV:
+    if speculative is not None and speculative.method not in compat.DRAFTS_WITHOUT_MODEL:
         return f"speculation with {speculative.method} puts a draft's KV into the same blocks"
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            return f"{name} is {getattr(parallel, name)}"
+        if (size := getattr(parallel, name)) > 1:
+            return f"{name} is {size}"
     return None
 
 
 def open_admitted(extra: Mapping[str, Any]) -> list[SystemKVFile]:
-    """Open the checked files of a connector's extra config, in a process of the engine.
+    """The admitted files, opened in a process of the engine.
 
     Raises:
-        SystemKVError: one was replaced since it was checked, or none was ever checked.
+        SystemKVError: a file was replaced since it was checked, or none was ever checked.
     """
     if ADMITTED not in extra:
         raise SystemKVError(

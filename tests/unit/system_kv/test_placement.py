@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_relay.system_kv.pins import Placement, budget_error, place
+from vllm_relay.system_kv.placement import Placement, budget_error, place
 
 
 def common(a: list[int], b: list[int], block_size: int) -> int:

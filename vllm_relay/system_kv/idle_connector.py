@@ -1,4 +1,4 @@
-"""What our KV connectors have in common: they take no part in a forward pass."""
+"""The base of our KV connectors: no part in a forward pass, nothing to wait for."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 
 class IdleConnector(KVConnectorBase_V1, SupportsHMA):
-    """A connector that moves no KV for a request and waits for none."""
+    """A connector that moves no KV for a request."""
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -31,9 +31,7 @@ class IdleConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass
 
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
-    ) -> None:
+    def save_kv_layer(self, layer_name: str, layer: Any, metadata: Any, **kwargs: Any) -> None:
         pass
 
     def wait_for_save(self) -> None:
