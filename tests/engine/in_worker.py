@@ -39,39 +39,6 @@ class ForceTokens(AdapterLogitsProcessor):
         return force
 
 
-def _wrong_lse(stock: Any) -> Any:
-    def system_attention(*args: Any, **kwargs: Any) -> Any:
-        out, lse = stock(*args, **kwargs)
-        return out, lse + 0.1
-
-    return system_attention
-
-
-def _skipped_block(stock: Any) -> Any:
-    def system_attention(q: Any, k: Any, v: Any, **kwargs: Any) -> Any:
-        return stock(q, k[128:], v[128:], **kwargs)
-
-    return system_attention
-
-
-def _wrong_layout(stock: Any) -> Any:
-    def system_attention(q: Any, k: Any, v: Any, **kwargs: Any) -> Any:
-        tokens, heads, dim = k.shape
-        keys = k.transpose(0, 1).reshape(heads, tokens // 128, 128, dim)
-        scrambled = keys.transpose(2, 3).reshape(heads, tokens, dim).transpose(0, 1)
-        return stock(q, scrambled, v, **kwargs)
-
-    return system_attention
-
-
-def _wrong_context_lse(stock: Any) -> Any:
-    def attend_with_lse(*args: Any) -> Any:
-        out, lse, unknown = stock(*args)
-        return out, lse + 0.1, unknown
-
-    return attend_with_lse
-
-
 def _wrong_paged_lse(stock: Any) -> Any:
     def paged_relay(q: Any, k: Any, v: Any, step: Any, attend: Any, **kwargs: Any) -> Any:
         def wrong(part: Any, *args: Any) -> Any:
@@ -81,17 +48,6 @@ def _wrong_paged_lse(stock: Any) -> Any:
         return stock(q, k, v, step, wrong, **kwargs)
 
     return paged_relay
-
-
-def _wrong_level(stock: Any) -> Any:
-    def level_attention(q: Any, groups: Any, **kwargs: Any) -> Any:
-        if len(groups) < 3:
-            return stock(q, groups, **kwargs)
-        # each group of a level of several gets the segment of the next
-        moved = [(*a[:2], *b[2:]) for a, b in zip(groups, groups[1:] + groups[:1], strict=True)]
-        return stock(q, moved, **kwargs)
-
-    return level_attention
 
 
 def _wrong_sequences(change: Callable[[np.ndarray], None]) -> Callable[[Any], Any]:
@@ -155,21 +111,15 @@ def _turned(stock: Any) -> Any:
     return for_kernels
 
 
-# name -> what is replaced, by its place in vllm_relay, and by what: in either kind of kernels
-SYSTEM, OURS = "ops.system.system_attention", "backend.cpu_native.StepAttention"
-PLANTS: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "lse": {SYSTEM: _wrong_lse, OURS: _wrong_native_lse(slice(-1))},
-    "context-lse": {
-        "backend.cpu_impl.attend_with_lse": _wrong_context_lse,
-        OURS: _wrong_native_lse(slice(-1, None)),
-    },
-    "block": {SYSTEM: _skipped_block, OURS: _wrong_sequences(_one_block_less)},
-    "layout": {SYSTEM: _wrong_layout, "backend.layout.BlockLayout.for_kernels": _turned},
-    "level": {
-        "backend.cpu_impl.level_attention": _wrong_level,
-        OURS: _wrong_sequences(_those_of_the_next_group),
-    },
-    "paged-lse": {"backend.cuda_impl.paged_relay": _wrong_paged_lse},
+# name -> what is replaced, by its place in vllm_relay, and by what
+STEP = "backend.cpu_native.StepAttention"
+PLANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "lse": (STEP, _wrong_native_lse(slice(-1))),
+    "context-lse": (STEP, _wrong_native_lse(slice(-1, None))),
+    "block": (STEP, _wrong_sequences(_one_block_less)),
+    "layout": ("backend.kv_layout.BlockLayout.for_kernels", _turned),
+    "level": (STEP, _wrong_sequences(_those_of_the_next_group)),
+    "paged-lse": ("backend.cuda_impl.paged_relay", _wrong_paged_lse),
 }
 
 
@@ -221,8 +171,6 @@ class WorkerExtension:
 
     def watch_steps(self) -> None:
         """Count levels and query lengths of relayed steps from now on."""
-        from vllm_relay.backend.cpu_torch import TorchSteps
-
         from vllm_relay.backend.cpu_native import NativeSteps
 
         def counting(stock: Any) -> Any:
@@ -238,8 +186,7 @@ class WorkerExtension:
 
             return make
 
-        for steps in (NativeSteps, TorchSteps):
-            steps.make = counting(steps.make)
+        NativeSteps.make = counting(NativeSteps.make)
 
     def seen_steps(self) -> dict[str, dict[int, int]]:
         return _seen
@@ -291,6 +238,7 @@ class WorkerExtension:
     def plant(self, name: str | None) -> None:
         """Put an error of `PLANTS` into the relay path, or take it out again."""
         mock.patch.stopall()
-        for place, wrong in PLANTS[name].items() if name is not None else ():
+        if name is not None:
+            place, wrong = PLANTS[name]
             stock = pkgutil.resolve_name(f"vllm_relay.{place}")
             mock.patch(f"vllm_relay.{place}", wrong(stock)).start()
