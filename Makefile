@@ -3,7 +3,7 @@ VENV := .venv
 VENV_OLD := .venv-0.27.1
 # What must hold on every engine version; tests that start engines, each on a core of its own.
 ENGINE_TESTS := tests/unit/test_plugin.py tests/unit/backend tests/engine/test_parity.py tests/engine/test_system_kv.py
-SIDE_BY_SIDE := -n 2 --dist loadgroup --no-loadscope-reorder
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
 # The model lies on the disk, and the engine has nobody to report to.
 export HF_HUB_OFFLINE ?= 1
@@ -30,8 +30,8 @@ demo: env model  ## serve the model stock and with relay, compare answers and sp
 test: env model sources  ## all tests
 	$(VENV)/bin/python tools/run_tests.py
 
-test-fast: env model  ## the tests that start no engine
-	$(VENV)/bin/python tools/run_tests.py unit
+test-fast: env model  ## unit tests but those that run a compiler
+	$(VENV)/bin/python tools/run_tests.py fast
 
 test-engines: env model  ## parity with the oldest and the newest CPU engine, each in its own environment
 	@$(PYTHON) tools/setup_env.py --engine 0.27.1 --venv $(VENV_OLD)

@@ -26,11 +26,12 @@ def environment_of_a_file() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put slow tests first; skip the tests marked ``gpu`` without a CUDA GPU.
+    """Put files with slow tests first; skip the tests marked ``gpu`` without a CUDA GPU.
 
-    A slow test started last would leave the other process without work.
+    A long file started last would leave the other process without work.
     """
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -23,10 +23,12 @@ JOBS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One pytest run. Single-process runs are started side by side."""
+    """One pytest run: its arguments, and whether it fills both cores or runs beside another."""
 
     args: list[str]
     workers: int = 1
+    # Torch's threads; None: as many as there are cores.
+    threads: int | None = 1
 
 
 CUDA = "tests/triton/cuda"
@@ -36,9 +38,11 @@ RUNS = {
     "interpreted": Run(args=["tests/triton/interpreted"]),
     "compiled": Run(args=["tests/triton/compiled"]),
     "unit": Run(args=["tests/unit"], workers=JOBS),
-    "engine": Run(args=["tests/engine"], workers=JOBS),
-    "benchmarks": Run(args=["tests/benchmarks"], workers=JOBS),
+    "fast": Run(args=["tests/unit", "-m", "not slow"], workers=JOBS),
+    "engine": Run(args=["tests/engine"], workers=JOBS, threads=None),
+    "benchmarks": Run(args=["tests/benchmarks"], workers=JOBS, threads=None),
 }
+ALL = [name for name in RUNS if name != "fast"]  # "unit" has them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +57,10 @@ def execute(name: str) -> Done:
     run, started = RUNS[name], time.monotonic()
     command = [sys.executable, "-m", "pytest", *run.args]
     environment = dict(os.environ)
+    if run.threads is not None:
+        environment["OMP_NUM_THREADS"] = str(run.threads)
     if run.workers > 1:
-        command += ["-n", str(run.workers), "--dist", "loadgroup", "--no-loadscope-reorder"]
-    else:
-        environment.setdefault("OMP_NUM_THREADS", "1")  # the other core has a run of its own
-        command += ["-p", "no:xdist", "-o", f"cache_dir=.pytest_cache/{name}"]
+        command += ["-n", str(run.workers), "--dist", "loadfile", "--no-loadscope-reorder"]
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -73,7 +76,7 @@ def execute(name: str) -> Done:
 
 
 def main() -> int:
-    names = sys.argv[1:] or list(RUNS)
+    names = sys.argv[1:] or ALL
     if unknown := [name for name in names if name not in RUNS]:
         sys.exit(f"run_tests: unknown run {', '.join(unknown)}; known: {', '.join(RUNS)}")
     started = time.monotonic()

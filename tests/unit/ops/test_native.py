@@ -64,6 +64,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_sanitizers_see_a_read_beyond_a_tensor(library: Path) -> None:
     script = (
         "import sys, torch; from vllm_relay.ops.native import library as native; from vllm_relay.ops.cpu import attention; import numpy as np\n"
