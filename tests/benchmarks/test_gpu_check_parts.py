@@ -11,7 +11,7 @@ from benchmarks.gpu import engine, models, op, parity, partials, systems
 from benchmarks.gpu.inputs import BLOCK, agrees, forest_tables, shared_batch
 from benchmarks.gpu.journal import Wrong
 from benchmarks.gpu.timing import Ceilings, Shape
-from tests.unit.backend.reference_flash import flash_attn_varlen_func as reference_varlen
+from tests.reference_flash import flash_attn_varlen_func as reference_varlen
 from vllm_relay.ops import reference
 from vllm_relay.sharing import find_forest
 

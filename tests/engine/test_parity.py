@@ -26,7 +26,7 @@ UNGROUPED = 5
 # a system prompt, a document and a sample's own.
 TREE, TREE_TOKENS = (2, 3, 4), (300, 280, 60)
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 def _source(tokens: np.ndarray) -> Callable[[int], list[int]]:

@@ -15,7 +15,7 @@ from benchmarks.random_model import write_random_model
 from tests.engine.engine import SMOLLM2, environment, run_engine
 from vllm_relay.serving.processes import serving, vllm
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SMALL = ["--max-model-len", "2048", "--enforce-eager", "--max-num-seqs", "16"]
 # Without it vLLM kills its workers when a server stops, before they can report.

@@ -16,7 +16,7 @@ from tests.engine.engine import SMOLLM2
 from tests.engine.system_kv import BLOCK, run_program, run_relay
 from vllm_relay.system_kv.file import SystemKVFile
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 STEPS = 16
 REQUESTS = 50

@@ -27,7 +27,7 @@ from vllm_relay.serving.processes import serving, vllm
 from vllm_relay.system_kv.file import MANIFEST_KEY, SystemKVError, SystemKVFile
 from vllm_relay.system_kv.admission import ADMITTED
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 MESSAGE = "You are the assistant of a small bakery. Answer kindly and in one sentence. " * 20
 SMALL = ["--enforce-eager", "--max-model-len", "2048"]

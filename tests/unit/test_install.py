@@ -76,6 +76,7 @@ def use(target: Path, **environment: str) -> str:
     return used.stdout.strip()
 
 
+@pytest.mark.slow
 def test_an_sdist_installs_without_a_compiler_and_says_what_is_missing(
     sdist: Path, tmp_path: Path
 ) -> None:
@@ -84,6 +85,7 @@ def test_an_sdist_installs_without_a_compiler_and_says_what_is_missing(
     assert said == "no kernels: vllm-relay was installed without them (no C++ compiler)"
 
 
+@pytest.mark.slow
 def test_a_wheel_built_without_a_compiler_installs(source: Path, tmp_path: Path) -> None:
     wheel = build_wheel(source, tmp_path, **NO_COMPILER)
     assert not any(name.endswith(".so") for name in zipfile.ZipFile(wheel).namelist())

@@ -236,7 +236,7 @@ def test_on_cuda_a_model_that_relay_cannot_serve_gets_what_vllm_chooses() -> Non
 def test_vllms_flash_attention_is_a_provider_of_the_ops() -> None:
     code = """
         import torch
-        from tests.unit.backend import reference_flash
+        from tests import reference_flash
         from vllm.v1.attention.backends import fa_utils
         from vllm_relay import plugin
         from vllm_relay.ops import providers

@@ -64,6 +64,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_sanitizers_catch_a_read_beyond_a_tensor(library: Path) -> None:
     script = (
         "import numpy as np, torch\n"

@@ -1,8 +1,4 @@
-"""Cases for the CUDA backend on CPU tensors; run by test_cuda.py with TRITON_INTERPRET=1.
-
-Not collected on its own: Triton reads the variable when a kernel is defined. Fixtures come from
-`cuda_cases`: pytest -p tests.unit.backend.cuda_cases.
-"""
+"""The CUDA backend on CPU tensors: plans, forward passes and the self-test."""
 
 import copy
 import logging
@@ -13,8 +9,8 @@ import pytest
 import torch
 from vllm.v1.attention.backends import flash_attn
 
-from tests.unit.backend import reference_flash
-from tests.unit.backend.cuda_bench import (
+from tests import reference_flash
+from tests.triton.cuda.cuda_bench import (
     BLOCKS,
     HEADS,
     MAX_ROWS,
@@ -23,8 +19,8 @@ from tests.unit.backend.cuda_bench import (
     make_config,
     random_step,
 )
-from tests.unit.backend.cuda_cases import ALONE, CLOSE, SHARED, check, install, owned, relayed
-from tests.unit.ops.on_device import OnDevice, let_triton_see, plain, seeing
+from tests.triton.cuda.cuda_cases import ALONE, CLOSE, SHARED, check, install, owned, relayed
+from tests.triton.on_device import OnDevice, let_triton_see, plain, seeing
 from vllm_relay import metrics
 from vllm_relay.backend import cuda, self_test
 from vllm_relay.ops.triton import fusion

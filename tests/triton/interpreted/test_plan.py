@@ -1,7 +1,4 @@
-"""Cases for the plan made on the device; run by test_plan_triton.py with TRITON_INTERPRET=1.
-
-Not collected on its own: Triton reads the variable when a kernel is defined.
-"""
+"""The plan made on the device, under the interpreter."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.unit.ops.on_device import OnDevice, let_triton_see
+from tests.triton.on_device import OnDevice, let_triton_see
 from tests.unit.sharing.oracle import check_rows
 from tests.unit.sharing.simulated_pool import BLOCK_SIZE, MAX_COLUMNS, MAX_RUNNING, SimulatedPool
 from vllm_relay.ops.planning import group_kernels as plan_groups

@@ -1,12 +1,10 @@
-"""Fixtures (as a pytest plugin) and checks of interpreted_*.py, the CUDA backend on CPU tensors."""
+"""Steps of the CUDA backend's tests, and their comparison with the stock backend."""
 
-import pytest
 import torch
 from vllm.v1.attention.backends import flash_attn
 
-from tests.unit.backend import reference_flash
-from tests.unit.backend.cuda_bench import Bench, Step, make_config
-from vllm_relay import metrics
+from tests import reference_flash
+from tests.triton.cuda.cuda_bench import Bench, Step
 
 # float32 sums in another order, of values of about 1
 CLOSE = {"rtol": 0, "atol": 2e-6}
@@ -16,24 +14,6 @@ def install(monkeypatch, version: int = 3) -> None:
     reference_flash.install(
         lambda name, value: monkeypatch.setattr(flash_attn, name, value, raising=False), version
     )
-
-
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch) -> None:
-    install(monkeypatch)
-    monkeypatch.setattr(metrics, "_said", set())
-    monkeypatch.setattr(metrics, "_devices", [])
-    monkeypatch.setattr(metrics, "report_at_exit", lambda: None)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture
-def bench(folder) -> Bench:
-    return Bench(make_config(folder))
 
 
 SHARED = Step(

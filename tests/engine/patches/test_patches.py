@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).resolve().parent
 MODEL = ROOT / ".models" / "SmolLM2-135M-Instruct"
 CPU_PATCH = ROOT / "patches" / "0001-cpu-platform-honour-registered-backend.patch"

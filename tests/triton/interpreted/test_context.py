@@ -1,10 +1,9 @@
-"""Cases for the Triton context attention; test_attention_triton.py runs them interpreted."""
+"""The Triton context attention under the interpreter."""
 
 import pytest
 import torch
 
 from tests.unit.ops import inputs
-from tests.unit.ops.interpreter import hardware_bfloat16  # noqa: F401
 from tests.unit.ops.test_context import LAYOUTS, MIXED, check
 from vllm_relay.ops import providers
 from vllm_relay.ops.triton import attention, context

@@ -1,7 +1,4 @@
-"""The Triton attention kernels: under the interpreter, compiled for CUDA, and on a GPU.
-
-The first two run in processes of their own, see test_fusion_triton.py.
-"""
+"""The Triton attention kernels on a GPU."""
 
 from dataclasses import replace
 
@@ -9,23 +6,11 @@ import pytest
 import torch
 
 from tests.unit.ops import inputs, test_context, test_system
-from tests.unit.ops.test_fusion_triton import HERE, run
 from vllm_relay.ops import reference
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("op", ["system", "context"])
-def test_under_the_interpreter(op):
-    cases = str(HERE / f"interpreted_{op}.py")
-    run("-m", "pytest", "-q", "-p", "no:cacheprovider", cases, TRITON_INTERPRET="1")
+pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.slow
-def test_compiles_for_cuda():
-    run(str(HERE / "compiled_attention.py"), TRITON_INTERPRET="0")
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", inputs.DTYPES, ids=str)
 def test_paged_groups_on_a_gpu_without_a_sync(dtype):
     from vllm_relay.ops.triton.system import paged_system_attention
@@ -48,7 +33,6 @@ def test_paged_groups_on_a_gpu_without_a_sync(dtype):
     inputs.assert_lse(lse.cpu(), torch.cat(exact_lse, 1), dtype)
 
 
-@pytest.mark.gpu
 def test_a_captured_graph_follows_new_lengths():
     from vllm_relay.ops.triton.context import context_attention
 
@@ -70,7 +54,6 @@ def test_a_captured_graph_follows_new_lengths():
     test_context.check(shorter, lambda *_: (out.cpu(), lse.cpu()))
 
 
-@pytest.mark.gpu
 def test_system_attention_of_many_tiles_on_a_gpu():
     from vllm_relay.ops.triton.system import system_attention
 

@@ -1,4 +1,4 @@
-"""Pieces of gpu_check that run our Triton kernels, under the interpreter; see test_gpu_check.py."""
+"""The parts of gpu_check that run our Triton kernels, under the interpreter."""
 
 import pytest
 import torch
@@ -9,9 +9,8 @@ from benchmarks.gpu.journal import Wrong
 from benchmarks.gpu.kernels import check_plan, forest_batch
 from benchmarks.gpu.op import exact_shared
 from benchmarks.gpu.timing import Shape
-from tests.unit.backend.reference_flash import flash_attn_varlen_func as reference_varlen
-from tests.unit.backend.reference_flash import get_scheduler_metadata
-from tests.unit.ops.interpreter import hardware_bfloat16  # noqa: F401
+from tests.reference_flash import flash_attn_varlen_func as reference_varlen
+from tests.reference_flash import get_scheduler_metadata
 from vllm_relay.ops.planning.device_plan import DevicePlan
 
 

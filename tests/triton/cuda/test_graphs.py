@@ -1,4 +1,4 @@
-"""The two sets of full CUDA graphs, on CPU tensors; run as interpreted_cuda.py is."""
+"""The two sets of full CUDA graphs, on CPU tensors."""
 
 import weakref
 from contextlib import contextmanager, nullcontext
@@ -11,8 +11,8 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
-from tests.unit.backend.cuda_bench import Bench, Step, make_config, random_step
-from tests.unit.backend.cuda_cases import ALONE, CLOSE, SHARED, owned, relayed
+from tests.triton.cuda.cuda_bench import Bench, Step, make_config, random_step
+from tests.triton.cuda.cuda_cases import ALONE, CLOSE, SHARED, owned, relayed
 from vllm_relay.backend import cuda
 from vllm_relay.backend.cuda_graphs import graphs
 

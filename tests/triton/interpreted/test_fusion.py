@@ -1,8 +1,4 @@
-"""Cases for the Triton fusion kernel; run by test_fusion_triton.py with TRITON_INTERPRET=1.
-
-Not collected on its own: Triton reads the variable when a kernel is defined, and a process that
-has set it can compile no kernel.
-"""
+"""The Triton fusion kernel under the interpreter."""
 
 import pytest
 import torch
@@ -13,15 +9,6 @@ from vllm_relay.ops.step.gather import gather_rows
 from vllm_relay.ops.triton.fusion import merge_into, relay_fusion
 
 
-def assert_fused(got, exact):
-    """As good as `exact` cast once; the interpreter casts to bfloat16 by cutting the low bits."""
-    if got.dtype == torch.bfloat16:
-        cut = (exact.float().view(torch.int32) & -65536).view(torch.float32).bfloat16()
-        inputs.assert_as_good(got, cut, exact)
-    else:
-        inputs.assert_fused(got, exact)
-
-
 @pytest.mark.parametrize("dtype", inputs.DTYPES, ids=str)
 @pytest.mark.parametrize("head_size", [32, 80, 96, 112, 256])
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
@@ -29,14 +16,14 @@ def test_against_oracle(n, head_size, dtype):
     outs, lses = inputs.partials(n, 3, 5, head_size, dtype)
     out = torch.full_like(outs[0], inputs.NAN)
     relay_fusion(outs, lses, out=out)
-    assert_fused(out, reference.relay_fusion(outs, lses))
+    inputs.assert_fused(out, reference.relay_fusion(outs, lses))
 
 
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 1), (1, 71), (5, 13)])
 def test_odd_sizes(tokens, heads):
     # 71 heads of 64 take three programs per token, the last one partly masked.
     outs, lses = inputs.partials(2, tokens, heads, 64, torch.bfloat16)
-    assert_fused(relay_fusion(outs, lses), reference.relay_fusion(outs, lses))
+    inputs.assert_fused(relay_fusion(outs, lses), reference.relay_fusion(outs, lses))
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
@@ -49,7 +36,7 @@ def test_empty_partials(n, dead):
         lses[i][0, 5] = dead
         outs[i][5, 0] = inputs.INF
     got = relay_fusion(outs, lses)
-    assert_fused(got, reference.relay_fusion(outs, lses))
+    inputs.assert_fused(got, reference.relay_fusion(outs, lses))
     assert not got[5, 0].any()
 
 
@@ -70,11 +57,11 @@ def test_strides_and_given_out():
     turned = [lses[0], lses[1].t().contiguous().t()]
     out = wide[:, 1:, 8:88]
     assert relay_fusion(strided, turned, out=out) is out
-    assert_fused(out, exact)
+    inputs.assert_fused(out, exact)
     assert wide[:, 0].isnan().all()
     assert wide[:, :, :8].isnan().all()
     assert wide[:, :, 88:].isnan().all()
-    assert_fused(relay_fusion(outs, lses, out=outs[1]), exact)
+    inputs.assert_fused(relay_fusion(outs, lses, out=outs[1]), exact)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -94,7 +81,7 @@ def test_merge_into_takes_partials_from_their_own_order(n, dtype):
     exact = reference.relay_fusion(sorted_outs, sorted_lses)
     before = out.clone()
     assert merge_into(out, lse, outs[1:], lses[1:], index) is out
-    assert_fused(out, exact)
+    inputs.assert_fused(out, exact)
     assert torch.equal(out[4], before[4])
 
 

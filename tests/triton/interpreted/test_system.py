@@ -1,4 +1,4 @@
-"""Cases for the Triton system attention; test_attention_triton.py runs them interpreted."""
+"""The Triton system attention under the interpreter."""
 
 from itertools import pairwise
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.unit.ops import inputs
-from tests.unit.ops.interpreter import hardware_bfloat16  # noqa: F401
 from tests.unit.ops.test_system import check, qkv
 from vllm_relay.ops import providers, reference, relay_attention, system_attention
 from vllm_relay.ops.triton import attention, system

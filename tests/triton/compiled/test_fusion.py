@@ -1,7 +1,6 @@
-"""Compile the fusion and gather kernels for CUDA without a GPU; run by test_fusion_triton.py."""
+"""The fusion and gather kernels compile for CUDA without a GPU."""
 
-from itertools import product
-
+import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -54,9 +53,18 @@ def compile_gather(capability: int) -> None:
     assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
 
 
-if __name__ == "__main__":
-    for capability, n in product((80, 90), (1, 3)):
-        compile_fusion(capability, n, "bf16", has_index=n == 3)
-        compile_gather(capability)
-    compile_fusion(90, 2, "fp32", has_index=False)
-    compile_fusion(90, 2, "bf16", has_index=True)
+FUSED = [
+    *((capability, n, "bf16", n == 3) for capability in (80, 90) for n in (1, 3)),
+    (90, 2, "fp32", False),
+    (90, 2, "bf16", True),
+]
+
+
+@pytest.mark.parametrize(("capability", "n", "dtype", "has_index"), FUSED)
+def test_fusion_compiles(capability, n, dtype, has_index):
+    compile_fusion(capability, n, dtype, has_index)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_gather_compiles(capability):
+    compile_gather(capability)
