@@ -25,9 +25,9 @@ from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.chat import ask, first_ttft, licence_prompt, questions
-from benchmarks.common import MODEL_NAME, ROOT, model_path, provenance, step, write_csv
-from benchmarks.demo_tables import Run, csv_rows, show_agreement, show_answers, show_numbers
+from benchmarks.harness.chat import ask, first_ttft, licence_prompt, questions
+from benchmarks.harness.environment import MODEL_NAME, ROOT, model_path, provenance, step, write_csv
+from benchmarks.report.demo_tables import Run, csv_rows, show_agreement, show_answers, show_numbers
 from vllm_relay.serving.processes import bench_serve, build_system_kv, ended_in_order, serving
 from vllm_relay.serving.serving import relay_counters
 

@@ -17,7 +17,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import ROOT
+from benchmarks.harness.environment import ROOT
 from vllm_relay.serving.processes import ended_in_order
 
 
@@ -86,12 +86,12 @@ def main() -> int:
             continue
         console.rule(f"{run.name} {options}")
         begun = time.monotonic()
-        script = str(ROOT / "benchmarks" / f"bench_{run.name}.py")
+        script = str(ROOT / "benchmarks" / "suites" / f"bench_{run.name}.py")
         command = [sys.executable, script, *options.split(), "--save"]
         if status_of(command):
             failed.append(run.name)
         console.print(f"{run.name}: {time.monotonic() - begun:.0f} s")
-    plot = [sys.executable, str(ROOT / "benchmarks" / "plot.py")]
+    plot = [sys.executable, str(ROOT / "benchmarks" / "report" / "write_report.py")]
     plot += ["--failed", *dict.fromkeys(failed)] if failed else []
     status = status_of(plot)
     console.print(f"all of it: {(time.monotonic() - started) / 60:.1f} minutes")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.children import record, rows_of
+from benchmarks.gpu.engine_runner import record, rows_of
 from benchmarks.gpu.engine_systems import PARTS, System
 from benchmarks.gpu.journal import Clock, Journal, Row, Wrong
 from benchmarks.gpu.models import SHAPES, roofline_tok_s, write_config

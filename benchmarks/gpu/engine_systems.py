@@ -36,7 +36,7 @@ SYSTEMS = (
         "FLASH_ATTN",
         "v1",
         (("disable_cascade_attn", False),),
-        ("benchmarks.gpu.in_engine:count_cascades",),
+        ("benchmarks.gpu.engine_patches:count_cascades",),
         graphs=False,
     ),
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.gpu.inputs import Batch
+from benchmarks.gpu.batches import Batch
 
 
 def flash_attention(version: int) -> Callable[..., Any]:

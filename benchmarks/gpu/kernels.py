@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.batches import BLOCK, Batch, Tables, agrees, errors, forest_tables
 from benchmarks.gpu.flash import attend_with, flash_attention, stock_attention
-from benchmarks.gpu.inputs import BLOCK, Batch, Tables, agrees, errors, forest_tables
+from benchmarks.gpu.flash_check import varlen
 from benchmarks.gpu.journal import Case, Row, Wrong
-from benchmarks.gpu.partials import varlen
 from benchmarks.gpu.systems import relay_step, wait_for
 from benchmarks.gpu.timing import REPLAYS, Stopwatch, capture
 

@@ -14,8 +14,8 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.batches import BLOCK, Batch, agrees, errors, exact_attention, shared_batch
 from benchmarks.gpu.flash import flash_attention, stock_attention
-from benchmarks.gpu.inputs import BLOCK, Batch, agrees, errors, exact_attention, shared_batch
 from benchmarks.gpu.journal import Case, Row, Wrong
 from benchmarks.gpu.systems import SYSTEMS
 from benchmarks.gpu.timing import (

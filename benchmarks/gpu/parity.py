@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.children import EngineFailed, record, rows_of
+from benchmarks.gpu.engine_runner import EngineFailed, record, rows_of
 from benchmarks.gpu.journal import Clock, Journal, Row, Wrong, describe
 from benchmarks.gpu.parity_runs import RUNS, Run
-from benchmarks.random_model import VOCABULARY, write_random_model
+from benchmarks.harness.random_model import VOCABULARY, write_random_model
 
 COLUMNS = (
     "system",
@@ -48,8 +48,8 @@ STEPS, QUICK_STEPS = 32, 24
 P999_VALUES = 1000
 # What starting an engine and a short case take; none is started with less time left.
 ENGINE_SECONDS = 50.0
-PLANT = "benchmarks.gpu.in_engine:plant_wrong_lse"
-FORCE_V2 = "benchmarks.gpu.in_engine:force_tokens_on_v2"
+PLANT = "benchmarks.gpu.engine_patches:plant_wrong_lse"
+FORCE_V2 = "benchmarks.gpu.engine_patches:force_tokens_on_v2"
 
 
 def make_case(requests: int, groups: int, steps: int) -> dict[str, Any]:

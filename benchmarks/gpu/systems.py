@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.batches import BLOCK, Batch, shared_in_a_row
 from benchmarks.gpu.flash import Scheduled, attend_with, flash_attention, schedule, stock_attention
-from benchmarks.gpu.inputs import BLOCK, Batch, shared_in_a_row
-from benchmarks.gpu.partials import context_part
+from benchmarks.gpu.flash_check import context_part
 from benchmarks.gpu.timing import Shape
 
 # Reads that a group has to save for relay to be expected.

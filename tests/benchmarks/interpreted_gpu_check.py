@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import flash, systems
-from benchmarks.gpu.inputs import BLOCK, agrees, errors, shared_batch
+from benchmarks.gpu.batches import BLOCK, agrees, errors, shared_batch
 from benchmarks.gpu.journal import Wrong
 from benchmarks.gpu.kernels import check_plan, forest_batch
 from benchmarks.gpu.op import exact_shared

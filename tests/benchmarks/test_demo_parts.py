@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks import chat, common, demo, demo_tables
+from benchmarks import demo
+from benchmarks.harness import chat, environment
+from benchmarks.report import demo_tables
 from vllm_relay.serving import processes
 
 HEALTHY_LOG = """\
@@ -339,7 +341,7 @@ def test_a_build_that_fails_says_why(tmp_path: Path) -> None:
 def test_csv_carries_provenance_and_never_overwrites(tmp_path: Path) -> None:
     target = tmp_path / "new" / "demo.csv"
     rows = [{"backend": "stock"}, {"backend": "relay", "steps": 3}]
-    written = {common.write_csv(target, rows, {"device": "x, y"}) for _ in range(3)}
+    written = {environment.write_csv(target, rows, {"device": "x, y"}) for _ in range(3)}
     assert len(written) == 3
     for path in written:
         with path.open(newline="") as file:
@@ -348,17 +350,17 @@ def test_csv_carries_provenance_and_never_overwrites(tmp_path: Path) -> None:
                 {"backend": "relay", "device": "x, y", "steps": "3"},
             ]
     with pytest.raises(ValueError, match="rows"):
-        common.write_csv(target, [], {})
+        environment.write_csv(target, [], {})
 
 
 def test_missing_model_names_the_command(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="make model"):
-        common.model_path(tmp_path)
+        environment.model_path(tmp_path)
 
 
 def test_provenance_names_no_folder_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [demo.__file__, "--save"])
-    prov = common.provenance()
+    prov = environment.provenance()
     assert prov["command"] == "python benchmarks/demo.py --save"
     assert all(isinstance(value, str) and value for value in prov.values())
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu import engine, models, op, parity, partials, systems
-from benchmarks.gpu.inputs import BLOCK, agrees, forest_tables, shared_batch
+from benchmarks.gpu import engine, flash_check, models, op, parity, systems
+from benchmarks.gpu.batches import BLOCK, agrees, forest_tables, shared_batch
 from benchmarks.gpu.journal import Wrong
 from benchmarks.gpu.timing import Ceilings, Shape
 from tests.unit.backend.reference_flash import flash_attn_varlen_func as reference_varlen
@@ -85,8 +85,8 @@ def test_agreement_is_held_against_the_stock_kernel() -> None:
 
 def test_partials_of_flash_attention_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(varlen: Any) -> dict[str, Any]:
-        monkeypatch.setattr(partials, "flash_attention", lambda version: varlen)
-        return partials.varlen(3, device="cpu")
+        monkeypatch.setattr(flash_check, "flash_attention", lambda version: varlen)
+        return flash_check.varlen(3, device="cpu")
 
     assert check(reference_varlen)["correct"] == "yes"
 

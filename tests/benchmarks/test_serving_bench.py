@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bench_serving
+from benchmarks.suites import bench_serving
 from tests.benchmarks.reports import assert_reported, read
 from vllm_relay.serving.serving import WrongAnswers
 

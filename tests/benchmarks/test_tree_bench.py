@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench_tree
+from benchmarks.suites import bench_tree
 from tests.benchmarks.reports import assert_checked, assert_reported, read
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

@@ -18,8 +18,8 @@ from openai import OpenAI
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from benchmarks.common import OFFLINE
-from benchmarks.random_model import write_random_model
+from benchmarks.harness.environment import OFFLINE
+from benchmarks.harness.random_model import write_random_model
 from tests.engine.engine import SMOLLM2, environment
 from tests.engine.system_kv import relay_command, run_relay
 from vllm_relay import register

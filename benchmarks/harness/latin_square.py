@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import HUGE_PAGES, ROOT, kv_gib, provenance, step, write_csv
-from benchmarks.engines import Engine, Limits, engines
+from benchmarks.harness.engines import Engine, Limits, engines
+from benchmarks.harness.environment import HUGE_PAGES, ROOT, kv_gib, provenance, step, write_csv
 from vllm_relay.serving.serving import Answer, Distance, WrongAnswers, distance, in_turn
 from vllm_relay.serving.systems import REFERENCE, SYSTEMS
 

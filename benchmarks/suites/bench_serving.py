@@ -1,6 +1,6 @@
 """Interactive serving: latency against the rate of requests, four real servers in one run.
 
-    python benchmarks/bench_serving.py --save
+    python benchmarks/suites/bench_serving.py --save
 
 After the RelayAttention paper's (arXiv 2402.14808) interactive workload: chats under one long
 system prompt, Poisson arrivals, `vllm bench serve` as the client; first everything at once, then
@@ -20,11 +20,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.chat import licence_prompt, questions
-from benchmarks.common import HUGE_PAGES, kv_gib, model_path, step
-from benchmarks.turns import at_least, make_console, save
+from benchmarks.harness.chat import licence_prompt, questions
+from benchmarks.harness.environment import HUGE_PAGES, kv_gib, model_path, step
+from benchmarks.harness.latin_square import at_least, make_console, save
 from vllm_relay.serving import gains, serving
 from vllm_relay.serving.processes import build_system_kv, ended_in_order, kept_logs
 from vllm_relay.serving.systems import FOUR, REFERENCE, SYSTEMS

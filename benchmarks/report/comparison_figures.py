@@ -5,8 +5,9 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import turns
-from benchmarks.figures import (
+from benchmarks.harness import latin_square
+from benchmarks.harness.result_csv import Row
+from benchmarks.report.figure_style import (
     COLOURS,
     axes_of,
     bars,
@@ -17,17 +18,16 @@ from benchmarks.figures import (
     medians,
     spread,
 )
-from benchmarks.reading import Row
-from benchmarks.tables import Ratio, kind_of, shown, table
+from benchmarks.report.markdown import Ratio, kind_of, shown, table
 from vllm_relay.serving import gains
 from vllm_relay.serving.systems import SYSTEMS
 
-# Columns of `turns.Measured.rows`, which follow those of the case.
+# Columns of `latin_square.Measured.rows`, which follow those of the case.
 MEASURED = "system"
 
 
 def case_ratios(rows: list[Row]) -> list[Ratio]:
-    """Of what `turns.Measured.rows` wrote."""
+    """Of what `latin_square.Measured.rows` wrote."""
     return [
         Ratio(
             ", ".join(
@@ -46,14 +46,14 @@ def case_ratios(rows: list[Row]) -> list[Ratio]:
 
 
 def cases_table(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    """Of what `turns.Measured.rows` wrote."""
+    """Of what `latin_square.Measured.rows` wrote."""
     right = ["right"] if any(row.get("right") not in (None, "") for row in rows) else []
     return table(
-        [*(x.replace("_", " ") for x in columns), *turns.HEADINGS, *right],
+        [*(x.replace("_", " ") for x in columns), *latin_square.HEADINGS, *right],
         (
             [
                 *(shown(row[x]) for x in columns),
-                *turns.cells(row),
+                *latin_square.cells(row),
                 *(f"{row[x]} of {row['questions']}" for x in right),
             ]
             for row in rows

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import attention_figures, comparisons
-from benchmarks.reading import Row
-from benchmarks.tables import Ratio
+from benchmarks.harness.result_csv import Row
+from benchmarks.report import attention_figures, comparison_figures
+from benchmarks.report.markdown import Ratio
 
 
 @dataclass(frozen=True)
@@ -34,52 +34,52 @@ SECTIONS = (
         "Chats under one system prompt: real servers side by side, `vllm bench serve` as the "
         "client. Latency over tokens is the RelayAttention paper's normalized latency. The lower "
         "the rate, the fewer requests run at once, and the less there is to share.",
-        comparisons.serving, comparisons.serving_ratios,
+        comparison_figures.serving, comparison_figures.serving_ratios,
     ),
     Section(
         "serving-prefix_repetition", "Interactive serving of repeated prefixes",
         "The client's `prefix_repetition` dataset: prefixes are new in every round, so that what "
         "they cost once is in it.",
-        comparisons.serving, comparisons.serving_ratios,
+        comparison_figures.serving, comparison_figures.serving_ratios,
     ),
     Section(
         "serving-random", "Interactive serving of random prompts",
         "The client's `random` dataset with a prefix, new in every round.",
-        comparisons.serving, comparisons.serving_ratios,
+        comparison_figures.serving, comparison_figures.serving_ratios,
     ),
     Section(
         "system-kv", "Starting with the system prompt in the cache",
         "`vllm serve` with relay, started with a KV file of the system prompt and without one: the "
         "first request after a start, and one more after other prompts went round the whole KV "
         "cache. `make bench` does not measure it.",
-        comparisons.system_kv, lambda rows: [],
+        comparison_figures.system_kv, lambda rows: [],
     ),
     Section(
         "throughput", "Non-interactive throughput",
         "All requests at once, by the length of the system prompt. Relayed steps are those that "
         "the cost model chose; where there are none, relay runs vLLM's own attention, and a ratio "
         "is the machine's noise.",
-        comparisons.throughput, comparisons.case_ratios,
+        comparison_figures.throughput, comparison_figures.case_ratios,
     ),
     Section(
         "fewshot", "Few-shot prompts of many subjects",
         "In shape as table 3 of the RelayAttention paper: the questions on a subject share its "
         "examples. Prefix caches are emptied before every round; KV files, of all that is shared, "
         "are made beforehand, which is not in the time. Without examples no file holds anything.",
-        comparisons.fewshot, comparisons.case_ratios,
+        comparison_figures.fewshot, comparison_figures.case_ratios,
     ),
     Section(
         "needles", "Questions about one document",
         "As Hydragen's document task: facts are planted in a text, and sentences are to be ended "
         "with them; `right` counts the answers that name the word. Without attention none is; its "
         "time is the least that any attention kernel could reach.",
-        comparisons.needles, comparisons.case_ratios,
+        comparison_figures.needles, comparison_figures.case_ratios,
     ),
     Section(
         "tree", "One level of sharing and two",
         "Examples for all, problems for some, samples of each problem. Ranges that overlap do not "
         "tell one level from two.",
-        comparisons.tree, comparisons.case_ratios,
+        comparison_figures.tree, comparison_figures.case_ratios,
     ),
     Section(
         "decode", "Decode steps",
@@ -89,7 +89,7 @@ SECTIONS = (
         "vLLM's own attention; relayed ones attend to contexts with our kernel, which is faster "
         "than vLLM's: where prefixes are short or contexts long, part of the gain is that (see the "
         "next two sections).",
-        comparisons.decode, comparisons.decode_ratios, "",
+        comparison_figures.decode, comparison_figures.decode_ratios, "",
         lambda row: "no_attention_step_ms" in row,
     ),
     Section(

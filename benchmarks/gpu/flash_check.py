@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.batches import BLOCK, Batch, errors, exact_attention
 from benchmarks.gpu.flash import attend_with, flash_attention
-from benchmarks.gpu.inputs import BLOCK, Batch, errors, exact_attention
 from benchmarks.gpu.journal import Row, Wrong
 
 

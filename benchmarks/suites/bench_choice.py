@@ -1,6 +1,6 @@
 """Attention of the CPU engine with and without relay over a grid of steps: is it ever slower?
 
-    python benchmarks/bench_choice.py --save
+    python benchmarks/suites/bench_choice.py --save
 
 Every point is one decode step: requests in groups that share a prefix, each with tokens of its own.
 Three ways are timed in turns, in the engine's own worker with cold caches, until the median of the
@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.common import OFFLINE, ROOT, provenance, write_csv
-from benchmarks.random_model import write_random_model
+from benchmarks.harness.environment import OFFLINE, ROOT, provenance, write_csv
+from benchmarks.harness.random_model import write_random_model
 
 REQUESTS = (1, 2, 8, 32, 128)
 SHARED = (0, 512, 2048, 8192)
@@ -163,7 +163,7 @@ def main() -> int:
         llm = LLM(
             str(model),
             attention_backend="relay",
-            worker_extension_cls="benchmarks.choice_worker.GridWorker",
+            worker_extension_cls="benchmarks.suites.choice_worker.GridWorker",
             hf_overrides={"num_hidden_layers": 2},
             load_format="dummy",
             skip_tokenizer_init=True,

@@ -1,6 +1,6 @@
 """Few-shot questions on many subjects: the time to process all of them, by the number of examples.
 
-    python benchmarks/bench_fewshot.py --save
+    python benchmarks/suites/bench_fewshot.py --save
 
 The RelayAttention paper's (arXiv 2402.14808) table 3 in shape: 57 subjects, as MMLU has, each with
 examples that its questions share, k of them. Questions are made up here, as is what is asked in
@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.common import model_path
-from benchmarks.engines import Limits
-from benchmarks.turns import Case, Comparison, Round, add_options, run
+from benchmarks.harness.engines import Limits
+from benchmarks.harness.environment import model_path
+from benchmarks.harness.latin_square import Case, Comparison, Round, add_options, run
 from vllm_relay.serving.systems import FOUR
 
 SUBJECTS = 57

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-# What the papers' authors measured.
-PUBLISHED = Path(__file__).parent / "published.csv"
 # Columns that are text, whatever they look like.
 TEXT = ("date", "revision", "command", "vllm", "torch", "vllm_relay", "python")
 

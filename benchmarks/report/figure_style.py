@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reading import Row
+from benchmarks.harness.result_csv import Row
 from vllm_relay.serving.systems import SYSTEMS
 
 WIDTH, HEIGHT = 7.0, 4.8

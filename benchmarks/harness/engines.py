@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import HUGE_PAGES, OFFLINE, ROOT, kv_gib
+from benchmarks.harness.environment import HUGE_PAGES, OFFLINE, ROOT, kv_gib
 from vllm_relay.serving.processes import build, ended_in_order
 from vllm_relay.serving.serving import Answer
 from vllm_relay.serving.systems import SYSTEMS, System, memory_share
@@ -25,7 +25,7 @@ class BenchWorker:
 
     def gemm_rate(self) -> float:
         """Operations per second of a bf16 matrix product on the engine's threads."""
-        from benchmarks.ceilings import gemm_rate
+        from benchmarks.harness.roofline import gemm_rate
 
         return gemm_rate()
 
@@ -93,7 +93,7 @@ class Engine:
             max_num_seqs=limits.max_num_seqs,
             enforce_eager=True,
             enable_prefix_caching=system.caching,
-            worker_extension_cls="benchmarks.engines.BenchWorker",
+            worker_extension_cls="benchmarks.harness.engines.BenchWorker",
             **({} if share is None else {"gpu_memory_utilization": share}),
         )
         if not system.attention:

@@ -1,6 +1,6 @@
 """What planning costs: per step of a real engine, and by itself as batches grow.
 
-    python benchmarks/bench_planning.py --save
+    python benchmarks/suites/bench_planning.py --save
 
 First the planner alone, on block tables of growing size. Then an engine with ``--requests`` decodes
 below a tree of prefixes, with a clock around the plan of every step and around the step: as steps
@@ -20,11 +20,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.common import OFFLINE, ROOT, provenance, write_csv
-from benchmarks.planning_worker import costs_that_pay
-from benchmarks.random_model import VOCABULARY, write_random_model
+from benchmarks.harness.environment import OFFLINE, ROOT, provenance, write_csv
+from benchmarks.harness.random_model import VOCABULARY, write_random_model
+from benchmarks.suites.planning_worker import costs_that_pay
 from vllm_relay.sharing import Planner, make_plan
 
 # Rows and columns of the tables of the first part; two prompts, each over half of the columns.
@@ -141,7 +141,7 @@ def main() -> int:
             str(model),
             attention_backend="relay",
             additional_config={"relay": {"max_copy_gib": 4}},
-            worker_extension_cls="benchmarks.planning_worker.PlanningWorker",
+            worker_extension_cls="benchmarks.suites.planning_worker.PlanningWorker",
             skip_tokenizer_init=True,
             enforce_eager=True,
             max_model_len=args.shared + 8 + args.steps,

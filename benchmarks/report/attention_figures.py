@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from benchmarks.ceilings import theoretical_speed_up
-from benchmarks.figures import axes_of, close, finish, panels_of, spread
-from benchmarks.reading import PUBLISHED, Row, read
-from benchmarks.tables import Ratio, kind_of, table
+from benchmarks.harness.result_csv import Row, read
+from benchmarks.harness.roofline import theoretical_speed_up
+from benchmarks.report.figure_style import axes_of, close, finish, panels_of, spread
+from benchmarks.report.markdown import Ratio, kind_of, table
+from benchmarks.report.published import PUBLISHED
 
 
 def draw_theory(rows: list[Row], path: Path) -> None:

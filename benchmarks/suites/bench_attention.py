@@ -1,6 +1,6 @@
 """Attention kernels on a CPU: vLLM's, PyTorch's and ours, and what the machine can do at most.
 
-    python benchmarks/bench_attention.py --save
+    python benchmarks/suites/bench_attention.py --save
 
 Every way attends to the same KV blocks of a running engine, with cold caches, in turns; errors are
 against float32. Ceilings (PyTorch's bf16 matrix product, reading memory) are of the same run.
@@ -26,12 +26,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.ceilings import theoretical_speed_up
-from benchmarks.engines import KV_BLOCK, engine_environment
-from benchmarks.random_model import write_random_model
-from benchmarks.turns import make_console, save
+from benchmarks.harness.engines import KV_BLOCK, engine_environment
+from benchmarks.harness.latin_square import make_console, save
+from benchmarks.harness.random_model import write_random_model
+from benchmarks.harness.roofline import theoretical_speed_up
 from vllm_relay.serving.processes import ended_in_order
 
 HEADS = [(16, 16, 128), (32, 8, 128), (9, 3, 64)]
@@ -150,7 +150,7 @@ def engine(heads: tuple[int, int, int]) -> Iterator[Any]:
         llm = LLM(
             str(write_random_model(Path(folder), *heads)),
             attention_backend="relay",
-            worker_extension_cls="benchmarks.attention_worker.AttentionWorker",
+            worker_extension_cls="benchmarks.suites.attention_worker.AttentionWorker",
             hf_overrides={"num_hidden_layers": 2},
             load_format="dummy",
             skip_tokenizer_init=True,

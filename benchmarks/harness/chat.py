@@ -10,7 +10,7 @@ import openai
 from openai.types.chat import ChatCompletionMessageParam
 from tokenizers import Tokenizer
 
-from benchmarks.common import MODEL_NAME
+from benchmarks.harness.environment import MODEL_NAME
 from vllm_relay.serving.processes import Server
 
 LICENCES = (

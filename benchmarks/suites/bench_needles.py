@@ -1,6 +1,6 @@
 """Questions about one long document, asked all at once: the time, by their number.
 
-    python benchmarks/bench_needles.py --text FILE --save
+    python benchmarks/suites/bench_needles.py --text FILE --save
 
 Hydragen's (arXiv 2402.05099, section 4.3) task: facts are planted in a real text, and each question
 asks for one of them. Answers are checked where the model is able; the engine that skips attention
@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.common import ROOT, model_path
-from benchmarks.engines import Answer, Limits
-from benchmarks.turns import Case, Comparison, Round, add_options, run
+from benchmarks.harness.engines import Answer, Limits
+from benchmarks.harness.environment import ROOT, model_path
+from benchmarks.harness.latin_square import Case, Comparison, Round, add_options, run
 from vllm_relay.serving.systems import FOUR
 
 NAMES = (
@@ -86,7 +86,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--text",
         type=Path,
-        default=ROOT / "benchmarks" / "text" / "gpl-3.txt",
+        default=ROOT / "benchmarks" / "harness" / "text" / "gpl-3.txt",
         help="the document, UTF-8; a licence by default, a novel is better",
     )
     parser.add_argument("--document", type=int, default=4096, help="tokens of it")

@@ -1,11 +1,14 @@
 """What the papers' authors measured: `published.csv`, in words of the report."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from benchmarks.ceilings import theoretical_speed_up
-from benchmarks.reading import PUBLISHED, Row, read
-from benchmarks.tables import shown, table
+from benchmarks.harness.result_csv import Row, read
+from benchmarks.harness.roofline import theoretical_speed_up
+from benchmarks.report.markdown import shown, table
 
+# The papers' published measurements.
+PUBLISHED = Path(__file__).with_name("published.csv")
 # Beside which figure each belongs, and what was measured with.
 BESIDE = {
     "serving": ("ShareGPT, Poisson arrivals", "vLLM 0.2.6"),

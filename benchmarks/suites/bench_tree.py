@@ -1,6 +1,6 @@
 """One level of sharing against two: examples for all, a problem for some, samples of each problem.
 
-    python benchmarks/bench_tree.py --save
+    python benchmarks/suites/bench_tree.py --save
 
 Few-shot examples are shared by every request, each problem by its samples (Hydragen's hierarchical
 sharing, arXiv 2402.05099, appendix C): one level shares either, two levels share both.
@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.engines import Limits
-from benchmarks.random_model import VOCABULARY, write_random_model
-from benchmarks.turns import Case, Comparison, Round, add_options, run
+from benchmarks.harness.engines import Limits
+from benchmarks.harness.latin_square import Case, Comparison, Round, add_options, run
+from benchmarks.harness.random_model import VOCABULARY, write_random_model
 
 KEYS = ("stock", "relay-1-level", "relay-2-levels", "no-attention")
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.chat import Agreement, Answer, agreement, lead
+from benchmarks.harness.chat import Agreement, Answer, agreement, lead
 
 SHOWN = 6  # answers printed in full
 # What rounding alone makes of this bf16 model's log-probabilities, should the control show less.

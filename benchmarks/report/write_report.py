@@ -1,6 +1,6 @@
 """REPORT.md and its figures, from the newest CSV of each benchmark in results/.
 
-    python benchmarks/plot.py [--results FOLDER] [--output FOLDER]
+    python benchmarks/report/write_report.py [--results FOLDER] [--output FOLDER]
 
 Nothing is measured here: every number and every figure is of a CSV, which is named. Where there are
 earlier CSVs of the same command, ranges are of all, and the report says how far they are apart.
@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.common import ROOT
-from benchmarks.published import beside
-from benchmarks.reading import Row, read
-from benchmarks.sections import SECTIONS, Section
-from benchmarks.tables import Ratio, table
+from benchmarks.harness.environment import ROOT
+from benchmarks.harness.result_csv import Row, read
+from benchmarks.report.contents import SECTIONS, Section
+from benchmarks.report.markdown import Ratio, table
+from benchmarks.report.published import beside
 
 # Columns that say what a row is of.
 CASE = (
@@ -178,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     report = args.output / "REPORT.md"
     report.write_text(
         "# What relay brings, and where it does not help\n\n"
-        "Made by `python benchmarks/plot.py` from the CSVs in `results/`, the newest of each "
+        "Made by `python benchmarks/report/write_report.py` from the CSVs in `results/`, the newest of each "
         "benchmark; `make bench` measures them anew. Systems take turns on the same prompts in "
         'one run. "vLLM" alone is vLLM with prefix caching. Ratios are medians of pairs, with '
         "the least and the most of the rounds; no speed is shown unless the answers agree, and "

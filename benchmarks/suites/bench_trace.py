@@ -1,6 +1,6 @@
 """What the requests of a real trace share: `vllm-relay explain` at several sizes of the batch.
 
-    python benchmarks/trace_report.py conversation_trace.jsonl --save
+    python benchmarks/suites/bench_trace.py conversation_trace.jsonl --save
 
 Each row is one replay: by KV tokens read, which is what could be saved at most, and by the
 predicted time of this machine's attention, which is what relay would do here.
@@ -15,9 +15,9 @@ from typing import Any
 
 from rich.console import Console
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.common import ROOT, provenance, write_csv
+from benchmarks.harness.environment import ROOT, provenance, write_csv
 from vllm_relay.serving.processes import beside_python
 
 KEYS = ("requests", "steps", "kv_tokens_stock", "kv_tokens_relay", "kv_tokens_once")

@@ -1,6 +1,6 @@
 """Decode throughput of relay against vLLM's own backend: real engines, measured in turns.
 
-    python benchmarks/bench_decode.py --shared 8192 2048 0 --save
+    python benchmarks/suites/bench_decode.py --shared 8192 2048 0 --save
 
 Beside the cases with many requests under one prefix there are ``--also`` those in which relay has
 little to gain: one request alone, a short prefix, contexts much longer than the prefix.
@@ -26,12 +26,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.common import step
-from benchmarks.engines import Engine, Limits, engines
-from benchmarks.random_model import LAYERS, VOCABULARY, write_random_model
-from benchmarks.turns import (
+from benchmarks.harness.engines import Engine, Limits, engines
+from benchmarks.harness.environment import step
+from benchmarks.harness.latin_square import (
     Case,
     Measured,
     Round,
@@ -41,6 +40,7 @@ from benchmarks.turns import (
     make_console,
     save,
 )
+from benchmarks.harness.random_model import LAYERS, VOCABULARY, write_random_model
 
 KEYS = ("stock", "relay", "no-attention")
 

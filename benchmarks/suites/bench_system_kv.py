@@ -1,6 +1,6 @@
 """What an offline system KV brings, and what loading it costs.
 
-    python benchmarks/bench_system_kv.py --save
+    python benchmarks/suites/bench_system_kv.py --save
 
 `first token`: time to the first token of the first request after a start of `vllm serve`, with and
 without the file, in turns, under a system prompt of SmolLM2; then once more after other prompts
@@ -26,11 +26,19 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.chat import first_ttft, licence_prompt
-from benchmarks.common import MODEL_NAME, OFFLINE, ROOT, model_path, provenance, step, write_csv
-from benchmarks.random_model import VOCABULARY, write_random_model
+from benchmarks.harness.chat import first_ttft, licence_prompt
+from benchmarks.harness.environment import (
+    MODEL_NAME,
+    OFFLINE,
+    ROOT,
+    model_path,
+    provenance,
+    step,
+    write_csv,
+)
+from benchmarks.harness.random_model import VOCABULARY, write_random_model
 from vllm_relay.serving.processes import Process, Server, beside_python, build_system_kv, serving
 from vllm_relay.system_kv.file import SystemKVFile
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from benchmarks.ceilings import gemm_rate, read_rate
+from benchmarks.harness.roofline import gemm_rate, read_rate
 from vllm_relay.backend import calibrate_torch
 from vllm_relay.backend.cpu_native import make_step
 from vllm_relay.calibration import kernels as calibrate_native

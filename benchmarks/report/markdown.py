@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.reading import Row
+from benchmarks.harness.result_csv import Row
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Non-interactive throughput against the length of the system prompt, four systems in turns.
 
-    python benchmarks/bench_throughput.py --save
+    python benchmarks/suites/bench_throughput.py --save
 
 As the RelayAttention paper's (arXiv 2402.14808) non-interactive and synthetic workloads: all
 requests are there at once; their user and generation lengths are those of conversations, or fixed
@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.common import model_path
-from benchmarks.engines import Limits
-from benchmarks.turns import Case, Comparison, Round, add_options, run
+from benchmarks.harness.engines import Limits
+from benchmarks.harness.environment import model_path
+from benchmarks.harness.latin_square import Case, Comparison, Round, add_options, run
 from vllm_relay.serving.systems import FOUR
 
 # Log-normal, clipped: medians and spreads of published conversation datasets, shortened so that a
