@@ -28,8 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.harness.chat import ask, first_ttft, licence_prompt, questions
 from benchmarks.harness.environment import MODEL_NAME, ROOT, model_path, provenance, step, write_csv
 from benchmarks.report.demo_tables import Run, csv_rows, show_agreement, show_answers, show_numbers
-from vllm_relay.serving.processes import bench_serve, build_system_kv, ended_in_order, serving
-from vllm_relay.serving.serving import relay_counters
+from vllm_relay.serving.commands import bench_serve, build_system_kv
+from vllm_relay.serving.comparison import relay_counters
+from vllm_relay.serving.processes import ended_in_order, serving
 
 # `vllm bench serve` says nothing new about the third server: it may take this many seconds there.
 BENCH_LIMIT = 60.0
@@ -94,7 +95,10 @@ def run_all(args: argparse.Namespace, folder: Path, console: Console) -> list[Ru
     console.print(f"\n[bold]{label}[/]  {shown_command(backend, name)}")
     with step(console, "build system KV") as report:
         env = engine_env(args)
-        file = build_system_kv(model_path(), prompt, ENGINE_FLAGS, env=env, report=report)
+        options = ["--system-prompt", str(prompt), *ENGINE_FLAGS]
+        file = build_system_kv(
+            model_path(), prompt.with_suffix(".relay"), options, env=env, report=report
+        )
     bench = runs[1].bench_seconds <= BENCH_LIMIT
     runs.append(
         run_server(backend, label, system, args, folder, console, system_kv=file, bench=bench)

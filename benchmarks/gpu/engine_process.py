@@ -35,7 +35,7 @@ def make_engine(spec: Spec) -> Any:
 
     more = {}
     if spec.get("forcing") == "v1":
-        more["logits_processors"] = ["tests.engine.in_worker:ForceTokens"]
+        more["logits_processors"] = ["benchmarks.harness.force_tokens:ForceTokens"]
     return LLM(
         **spec["engine"],
         **more,

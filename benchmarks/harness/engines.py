@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.environment import HUGE_PAGES, OFFLINE, ROOT, kv_gib
-from vllm_relay.serving.processes import build, ended_in_order
-from vllm_relay.serving.serving import Answer
+from vllm_relay.serving.agreement import Answer
+from vllm_relay.serving.commands import build_system_kv
+from vllm_relay.serving.processes import ended_in_order
 from vllm_relay.serving.systems import SYSTEMS, System, memory_share
 
 # Tokens of a KV block of the CPU engine.
@@ -175,7 +176,7 @@ def build_files(
         source = folder / f"prefix-{number}.json"
         source.write_text(json.dumps(list(prefix)))
         options += ["--token-ids", str(source)]
-    build(model, folder, options, folder / "build.log")
+    build_system_kv(model, folder, options)
     return sorted(folder.glob("*.relay"))
 
 

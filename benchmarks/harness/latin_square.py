@@ -1,8 +1,7 @@
-"""Systems that take turns on the same prompts: what is measured, checked, shown and kept."""
+"""Interleaved comparison of engines: rounds in Latin-square order, checked answers, CSV rows."""
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,81 +12,89 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness.engines import Engine, Limits, engines
-from benchmarks.harness.environment import HUGE_PAGES, ROOT, kv_gib, provenance, step, write_csv
-from vllm_relay.serving.serving import Answer, Distance, WrongAnswers, distance, in_turn
+from benchmarks.harness.environment import HUGE_PAGES, kv_gib
+from benchmarks.harness.result_csv import Row, save
+from benchmarks.harness.terminal import add_save, at_least, make_console, step
+from vllm_relay.serving.agreement import Answer, Distance, WrongAnswers, distance
+from vllm_relay.serving.comparison import interleaved
 from vllm_relay.serving.systems import REFERENCE, SYSTEMS
+
+# Rounds per workload at most, unless --repeats asks for more.
+MOST_ROUNDS = 15
+# Prompts of a round (token ids) and the number of tokens to generate for each.
+Round = tuple[Sequence[list[int]], Sequence[int]]
 
 
 @dataclass
 class Measured:
-    """Of one case: what each system took, in rounds in which all had the same prompts."""
+    """Times of one workload per system, over rounds in which all had the same prompts.
+
+    Attributes:
+        seconds, decode_tok_s: system -> a value per round. tokens: generated in a round.
+        distances: system -> distance from the baseline's answers, the largest of all rounds.
+        counted: relay system -> its counters over the rounds, see `vllm_relay.metrics.counters`.
+        right: system -> right answers in the last round.
+    """
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     decode_tok_s: dict[str, list[float]] = field(default_factory=dict)
     tokens: int = 0
-    # Of a system's answers from those of the reference, the round in which it is largest.
     distances: dict[str, Distance] = field(default_factory=dict)
-    # What each relay engine counted meanwhile, see `vllm_relay.metrics.counters`.
     counted: dict[str, dict[str, int]] = field(default_factory=dict)
     right: dict[str, int] = field(default_factory=dict)
 
     def speed_up(self, key: str) -> tuple[float, float, float]:
-        """Of a system over the reference: median, least and most of the rounds."""
+        """Speed-up of a system over the baseline: median, minimum and maximum of the rounds."""
         ratios = [a / b for a, b in zip(self.seconds[REFERENCE], self.seconds[key], strict=True)]
         return statistics.median(ratios), min(ratios), max(ratios)
 
     def wrong(self) -> list[str]:
-        """What is wrong with the answers, in words; no speed means anything then.
+        """Failures of the answer check, as text; with any of them no speed is reported.
 
-        Of systems that attend, those whose answers are not the reference's. The one that skips
-        attention is the control: where its answers pass, the check sees nothing.
+        Systems that attend must answer as the baseline. The system that skips attention is the
+        negative control: if its answers pass, the check detects nothing.
         """
         return [
             f"{SYSTEMS[key].label}: {found}"
-            + ("" if SYSTEMS[key].attention else ": this case's answers do not tell")
+            + ("" if SYSTEMS[key].attention else ": the check does not detect missing attention")
             for key, found in self.distances.items()
             if found.agrees != SYSTEMS[key].attention
         ]
 
-    def rows(self, **case: Any) -> list[dict[str, Any]]:
-        """Of a CSV, one per system."""
+    def rows(self, **columns: Any) -> list[Row]:
+        """CSV rows, one per system, that begin with these columns."""
         rows = []
         for key, taken in self.seconds.items():
-            row = {**case, "system": key, "rounds": len(taken), "tokens": self.tokens}
-            for name, value in zip(
-                ("seconds", "seconds_min", "seconds_max"),
-                (statistics.median(taken), min(taken), max(taken)),
-                strict=True,
-            ):
-                row[name] = round(value, 4)
-            row["tok_s"] = round(self.tokens / statistics.median(taken), 2)
-            names = ("times_as_fast_as_stock", "times_min", "times_max")
-            ratios = zip(names, self.speed_up(key), strict=True)
-            row |= {name: round(value, 4) for name, value in ratios}
-            row["logprob_rms"] = round(self.distances[key].rms, 5)
-            row["logprob_worst"] = round(self.distances[key].worst, 5)
-            row["steps_relayed"] = self.counted.get(key, {}).get("steps_relayed", "")
-            if self.right:
-                row["right"] = self.right[key]
-            rows.append(row)
+            median = statistics.median(taken)
+            times, times_min, times_max = self.speed_up(key)
+            row = {
+                **columns,
+                "system": key,
+                "rounds": len(taken),
+                "tokens": self.tokens,
+                "seconds": round(median, 4),
+                "seconds_min": round(min(taken), 4),
+                "seconds_max": round(max(taken), 4),
+                "tok_s": round(self.tokens / median, 2),
+                "times_as_fast_as_stock": round(times, 4),
+                "times_min": round(times_min, 4),
+                "times_max": round(times_max, 4),
+                "logprob_rms": round(self.distances[key].rms, 5),
+                "logprob_worst": round(self.distances[key].worst, 5),
+                "steps_relayed": self.counted.get(key, {}).get("steps_relayed", ""),
+            }
+            rows.append(row | ({"right": self.right[key]} if self.right else {}))
         return rows
 
 
-# Of a case, unless more are asked for.
-MOST_ROUNDS = 15
-# Of a round: its prompts and how many tokens each gets.
-Round = tuple[Sequence[list[int]], Sequence[int]]
-
-
 @dataclass(frozen=True)
-class Case:
-    """One point of a benchmark.
+class Workload:
+    """One point of a benchmark's grid.
 
     Attributes:
-        columns: what its rows say of it. make_round: of the number of a round, of which number 0
-            warms up and is not measured.
-        forget: empty the prefix caches before each round: every round computes its prefixes.
-        right: of a round's answers, how many are what was asked for; of the last round.
+        columns: CSV columns that describe it. make_round: round number -> its prompts; round 0
+            warms up and is not measured. forget: empty the prefix caches before each round.
+        right: answers of a round -> how many are right.
     """
 
     columns: dict[str, Any]
@@ -100,14 +107,32 @@ class Case:
         return ", ".join(f"{name.replace('_', ' ')} {x}" for name, x in self.columns.items())
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Systems and workloads of a suite.
+
+    Attributes:
+        name: of its CSVs. title: of its table. columns: workload columns in the table.
+        keys: systems. prefixes: token ids whose KV `relay-system-kv` loads from files.
+    """
+
+    name: str
+    title: str
+    columns: Sequence[str]
+    keys: Sequence[str]
+    limits: Limits
+    workloads: Sequence[Workload]
+    prefixes: Sequence[Sequence[int]] = ()
+
+
 def compare(
     engines: dict[str, Engine],
-    case: Case,
+    workload: Workload,
     repeats: int,
     min_seconds: float = 0,
     report: Callable[[str], None] = lambda doing: None,
 ) -> Measured:
-    """Let the engines, the reference among them, take turns, see `in_turn`.
+    """Runs a workload on interleaved engines, the baseline among them, see `interleaved`.
 
     Args:
         repeats, min_seconds: see `add_options`.
@@ -116,17 +141,17 @@ def compare(
     before = {key: engine.counters() for key, engine in engines.items()}
     number, spent = 0, 0.0
     while number <= repeats or (spent < min_seconds and number <= MOST_ROUNDS):
-        prompts, lengths = case.make_round(number)
+        prompts, lengths = workload.make_round(number)
         answers = {}
-        for key in in_turn(list(engines), number):
+        for key in interleaved(list(engines), number):
             report(f"round {number}: {SYSTEMS[key].label}")
             if not number and not SYSTEMS[key].caching:
-                # A batch of that many, but short: it keeps nothing, and would take the longest.
+                # The batch size warms it up; without a cache the full prompts would be for nothing.
                 engines[key].finish([prompt[-64:] for prompt in prompts], lengths)
                 continue
-            if case.forget:
+            if workload.forget:
                 engines[key].forget()
-                # Pinned system KVs are written again before anything is scheduled: not in our time.
+                # Pinned system KV is rewritten before the next schedule: outside the timing.
                 engines[key].finish([[5]], [1])
             done = engines[key].finish(prompts, lengths)
             answers[key] = done.answers
@@ -135,133 +160,99 @@ def compare(
                 spent += done.seconds
                 measured.seconds.setdefault(key, []).append(done.seconds)
                 measured.decode_tok_s.setdefault(key, []).append(done.decode_tok_s)
-        if case.right:
-            measured.right = {key: case.right(found) for key, found in answers.items()}
+        if workload.right:
+            measured.right = {key: workload.right(found) for key, found in answers.items()}
         for key in answers:
             found = distance(answers[key], answers[REFERENCE])
-            before_it = measured.distances.get(key, found)
-            measured.distances[key] = max(before_it, found, key=lambda x: (not x.agrees, x.rms))
+            previous = measured.distances.get(key, found)
+            measured.distances[key] = max(previous, found, key=lambda x: (not x.agrees, x.rms))
         number += 1
     for key, engine in engines.items():
         if SYSTEMS[key].relay:
             after = engine.counters()
             measured.counted[key] = {name: after[name] - n for name, n in before[key].items()}
-    # in the order that the systems are shown in, whoever went first
+    # in the order of the tables, whichever engine went first
     measured.seconds = {key: measured.seconds[key] for key in engines}
     return measured
 
 
-def measure(
-    started: dict[str, Engine], cases: Sequence[Case], args: argparse.Namespace, console: Console
-) -> list[dict[str, Any]]:
-    """Rows of a CSV, one per case and system.
-
-    Args:
-        args: the values of `add_options`.
-
-    Raises:
-        WrongAnswers: a system's answers are not the reference's.
-    """
-    rows = []
-    for case in cases:
-        with step(console, case.title) as report:
-            measured = compare(started, case, args.repeats, args.min_seconds, report)
-        if wrong := measured.wrong():
-            raise WrongAnswers(f"{case.title}: {'; '.join(wrong)}; no speed is reported")
-        rows += measured.rows(**case.columns)
-    return rows
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What a script compares.
-
-    Attributes:
-        name: of its CSVs. title: of its table, with these columns of the cases. prefixes: token ids
-            whose KV `relay-system-kv` loads from files.
-    """
-
-    name: str
-    title: str
-    columns: Sequence[str]
-    keys: Sequence[str]
-    limits: Limits
-    cases: Sequence[Case]
-    prefixes: Sequence[Sequence[int]] = ()
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """Of an option's value, for argparse."""
-
-    def integer(text: str) -> int:
-        if int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
-        return int(text)
-
-    return integer
-
-
 def add_options(parser: argparse.ArgumentParser, repeats: int) -> None:
-    """Options that every comparison of engines has."""
+    """Adds the options of every comparison of engines."""
     parser.add_argument(
-        "--repeats", type=at_least(1), default=repeats, help="measured rounds per case, at least"
+        "--repeats", type=at_least(1), default=repeats, help="measured rounds per workload"
     )
     parser.add_argument(
         "--min-seconds",
         type=float,
         default=0,
-        help="more rounds until a case was measured for so long, all systems together; "
-        f"{MOST_ROUNDS} at most",
+        help="add rounds until all systems together took this long per workload; "
+        f"at most {MOST_ROUNDS} rounds",
     )
-    parser.add_argument("--save", action="store_true", help="write a CSV to benchmarks/results")
+    add_save(parser)
 
 
 def run(comparison: Comparison, model: Path, args: argparse.Namespace) -> int:
-    """Start the engines, measure every case, show and keep what was found: a script's status.
+    """Starts the engines, measures, prints and saves; returns the script's exit status.
 
     Args:
-        args: the values of `add_options`.
+        args: values of `add_options`.
     """
     console = make_console()
-    keys = comparison.keys
-    try:
-        with ExitStack() as stack:
-            with step(console, f"{len(keys)} engines") as report:
-                started = stack.enter_context(
-                    engines(
-                        model, keys, comparison.limits, prefixes=comparison.prefixes, report=report
-                    )
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        with step(console, f"{len(comparison.keys)} engines") as report:
+            started = stack.enter_context(
+                engines(
+                    model,
+                    comparison.keys,
+                    comparison.limits,
+                    prefixes=comparison.prefixes,
+                    report=report,
                 )
-            rows = measure(started, comparison.cases, args, console)
-        rows = [{**row, "kv_gib": kv_gib()} for row in rows]
-    except WrongAnswers as error:
-        console.print(str(error), style="red", markup=False, soft_wrap=True)
-        return 1
+            )
+        try:
+            for workload in comparison.workloads:
+                measured = checked(started, workload, args, console)
+                rows += measured.rows(**workload.columns)
+        except WrongAnswers as error:
+            console.print(str(error), style="red", markup=False, soft_wrap=True)
+            return 1
+    rows = [{**row, "kv_gib": kv_gib()} for row in rows]
     show(console, comparison.title, rows, comparison.columns)
     if args.save:
-        save(console, comparison.name, rows)
+        save_engines(console, comparison.name, rows)
     return 0
 
 
-def make_console() -> Console:
-    """Without a terminal rich assumes 80 columns; the tables need more."""
-    return Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+def checked(
+    started: dict[str, Engine], workload: Workload, args: argparse.Namespace, console: Console
+) -> Measured:
+    """Measures a workload and checks its answers.
+
+    Raises:
+        WrongAnswers: a system's answers are not the baseline's.
+    """
+    with step(console, workload.title) as report:
+        measured = compare(started, workload, args.repeats, args.min_seconds, report)
+    if wrong := measured.wrong():
+        raise WrongAnswers(f"{workload.title}: {'; '.join(wrong)}; no speed is reported")
+    return measured
 
 
-# Of the rows that `Measured.rows` makes, in tables of a terminal and of the report.
+def save_engines(console: Console, name: str, rows: Sequence[Row]) -> Path:
+    """Writes a CSV with provenance and the memory settings of the engines."""
+    return save(console, name, rows, **{key.lower(): value for key, value in HUGE_PAGES.items()})
+
+
+# Columns of `Measured.rows` in tables of the terminal and of the report.
 HEADINGS = (
-    "system",
-    "seconds",
-    "tokens/s",
-    "times vLLM",
-    "least to most",
-    "steps relayed",
+    *("system", "seconds", "tokens/s", "times vLLM", "least to most", "steps relayed"),
     "logprob rms",
 )
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """Under `HEADINGS`."""
+def cells(row: Row) -> list[str]:
+    """One table row, under `HEADINGS`."""
     distance = row["logprob_rms"]
     return [
         SYSTEMS[row["system"]].label,
@@ -274,10 +265,8 @@ def cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def show(
-    console: Console, title: str, rows: Sequence[dict[str, Any]], columns: Sequence[str]
-) -> None:
-    """Print the rows that `Measured.rows` made; columns: of the cases."""
+def show(console: Console, title: str, rows: Sequence[Row], columns: Sequence[str]) -> None:
+    """Prints rows of `Measured.rows` with these columns of the workloads."""
     table = Table(title=title)
     for column in columns:
         table.add_column(column.replace("_", " "), justify="right")
@@ -290,11 +279,3 @@ def show(
             end_section=row["system"] == rows[-1]["system"],
         )
     console.print(table)
-
-
-def save(console: Console, name: str, rows: list[dict[str, Any]]) -> Path:
-    """Write a CSV to benchmarks/results, with provenance and the C library's settings."""
-    of = provenance() | {name.lower(): value for name, value in HUGE_PAGES.items()}
-    path = write_csv(ROOT / "benchmarks" / "results" / f"{name}.csv", rows, of)
-    console.print(f"wrote {path.relative_to(ROOT)}")
-    return path

@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.harness.chat import licence_prompt, questions
 from benchmarks.harness.environment import HUGE_PAGES, kv_gib, model_path, step
 from benchmarks.harness.latin_square import at_least, make_console, save
-from vllm_relay.serving import gains, serving
-from vllm_relay.serving.processes import build_system_kv, ended_in_order, kept_logs
+from vllm_relay.serving import comparison, gains
+from vllm_relay.serving.commands import build_system_kv
+from vllm_relay.serving.processes import ended_in_order, kept_logs
 from vllm_relay.serving.systems import FOUR, REFERENCE, SYSTEMS
 
 ENV = {"VLLM_CPU_KVCACHE_SPACE": str(kv_gib()), **HUGE_PAGES}
@@ -38,9 +39,9 @@ def chats(system: str, tokenizer: Any, args: argparse.Namespace, rate: float) ->
     """Makes the chats of a round at this rate: what they share is the system prompt."""
     count = requests_at(rate, args)
 
-    def make(number: int) -> serving.Load:
-        prompts = serving.render(tokenizer, system, asked(count, f"{number}, {rate:g}"))
-        return serving.Load(rate, count, args.tokens, prompts=prompts)
+    def make(number: int) -> comparison.Load:
+        prompts = comparison.render(tokenizer, system, asked(count, f"{number}, {rate:g}"))
+        return comparison.Load(rate, count, args.tokens, prompts=prompts)
 
     return make
 
@@ -73,13 +74,13 @@ def dataset_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def loads_of(
     system: str, tokenizer: Any, args: argparse.Namespace
-) -> list[Callable[[int], serving.Load]]:
+) -> list[Callable[[int], comparison.Load]]:
     if args.dataset == "chat":
         return [chats(system, tokenizer, args, rate) for rate in args.rates]
     dataset = dataset_of(args)
 
-    def same(rate: float) -> Callable[[int], serving.Load]:
-        return lambda number: serving.Load(rate, requests_at(rate, args), args.tokens, dataset)
+    def same(rate: float) -> Callable[[int], comparison.Load]:
+        return lambda number: comparison.Load(rate, requests_at(rate, args), args.tokens, dataset)
 
     return [same(rate) for rate in args.rates]
 
@@ -139,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     checked = [
         prompt
         for i, text in enumerate(systems)
-        for prompt in serving.render(tokenizer, text, asked(args.requests, "check")[i::prefixes])
+        for prompt in comparison.render(tokenizer, text, asked(args.requests, "check")[i::prefixes])
     ]
     loads = loads_of(system, tokenizer, args)
     try:
@@ -151,8 +152,10 @@ def main(argv: list[str] | None = None) -> int:
             if any(SYSTEMS[key].system_kv for key in keys):
                 text = folder / "prompt.txt"
                 text.write_text(system)
-                files = [build_system_kv(model, text, flags, env=ENV, report=report)]
-            rows = serving.compare(
+                options = ["--system-prompt", str(text), *flags]
+                file = folder / "prompt.relay"
+                files = [build_system_kv(model, file, options, env=ENV, report=report)]
+            rows = comparison.compare(
                 model, keys, [*flags, "--disable-uvicorn-access-log"], loads, args.repeats, folder,
                 checked=checked, files=files, env=ENV, give_up=2 * args.bound, report=report,
             )  # fmt: skip

@@ -39,7 +39,8 @@ from benchmarks.harness.environment import (
     write_csv,
 )
 from benchmarks.harness.random_model import VOCABULARY, write_random_model
-from vllm_relay.serving.processes import Process, Server, beside_python, build_system_kv, serving
+from vllm_relay.serving.commands import build_system_kv
+from vllm_relay.serving.processes import Server, run, serving
 from vllm_relay.system_kv.file import SystemKVFile
 
 BLOCK = 128
@@ -68,7 +69,10 @@ def first_token(args: argparse.Namespace, folder: Path, console: Console) -> lis
     prompt.write_text(system)
     with step(console, "build system KV") as report:
         flags = ["--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN)]
-        file = build_system_kv(model, prompt, flags, env=ENV, report=report)
+        options = ["--system-prompt", str(prompt), *flags]
+        file = build_system_kv(
+            model, prompt.with_suffix(".relay"), options, env=ENV, report=report
+        )
     flags += ["--served-model-name", MODEL_NAME, "--attention-backend", "relay"]
     flags += ["--disable-uvicorn-access-log", "--num-gpu-blocks-override", str(args.blocks)]
     kinds = {"without": [], "with": ["--additional-config.relay.system_kv", str(file)]}
@@ -107,24 +111,17 @@ def load(args: argparse.Namespace, folder: Path, console: Console) -> list[Row]:
     ids = np.random.default_rng(1).integers(3, VOCABULARY, size=args.load_tokens).tolist()
     (folder / "ids.json").write_text(str(ids))
     file = folder / "ids.relay"
-    command = [*beside_python("vllm-relay", "build"), "--model", str(model), "--enforce-eager"]
-    command += ["--skip-tokenizer-init", "--token-ids", str(folder / "ids.json"), "-o", str(file)]
+    options = ["--enforce-eager", "--skip-tokenizer-init", "--token-ids", str(folder / "ids.json")]
     (folder / "load.py").write_text(LOAD)
-    python = [sys.executable, str(folder / "load.py"), str(model), str(file)]
-    texts = []
+    command = [sys.executable, str(folder / "load.py"), str(model), str(file)]
+    text = ""
     with step(console, "load") as report:
-        for i, arguments in enumerate([command, *[python] * args.pairs]):
-            report("building a file" if i == 0 else f"{i} of {args.pairs}")
-            child = Process(arguments, folder / f"load-{i}.log", {**OFFLINE, **ENV})
-            try:
-                while child.poll() is None:
-                    time.sleep(0.3)
-                if child.poll() != 0:
-                    raise child.died()
-            finally:
-                child.stop()
-            texts.append(child.text())
-    rates = re.findall(r"KV cache: ([\d.]+) MB in [\d.]+ s, ([\d.]+) GB/s", "".join(texts))
+        report("building a file")
+        build_system_kv(model, file, options, env=OFFLINE | ENV)
+        for i in range(args.pairs):
+            report(f"{i + 1} of {args.pairs}")
+            text += run(command, folder / f"load-{i}.log", OFFLINE | ENV)
+    rates = re.findall(r"KV cache: ([\d.]+) MB in [\d.]+ s, ([\d.]+) GB/s", text)
     rows: list[Row] = [
         {"what": "load, checksums included", "pair": i, "mb": mb, "gb_per_s": rate}
         for i, (mb, rate) in enumerate(rates)
