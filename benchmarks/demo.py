@@ -26,7 +26,9 @@ from tokenizers import Tokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness.chat import ask, first_ttft, licence_prompt, questions
-from benchmarks.harness.environment import MODEL_NAME, ROOT, model_path, provenance, step, write_csv
+from benchmarks.harness.environment import MODEL_NAME, RESULTS, ROOT, model_path
+from benchmarks.harness.result_csv import source, write_csv
+from benchmarks.harness.terminal import step
 from benchmarks.report.demo_tables import Run, csv_rows, show_agreement, show_answers, show_numbers
 from vllm_relay.serving.commands import bench_serve, build_system_kv
 from vllm_relay.serving.comparison import relay_counters
@@ -261,10 +263,10 @@ def main() -> int:
         return 1
     console.print()
     show_numbers(console, runs)
-    rows, prov = csv_rows(runs, args), provenance()
-    written = [write_csv(folder / "demo.csv", rows, prov)]
+    rows, columns = csv_rows(runs, args), source()
+    written = [write_csv(folder / "demo.csv", rows, columns)]
     if args.save:
-        written.append(write_csv(ROOT / "benchmarks" / "results" / "demo.csv", rows, prov))
+        written.append(write_csv(RESULTS / "demo.csv", rows, columns))
     console.print(f"\nFinished in {time.monotonic() - started:.0f} s. Logs and results: {folder}")
     console.print("CSV: " + ", ".join(str(path) for path in written))
     return 0

@@ -36,8 +36,8 @@ from benchmarks.gpu.journal import (  # noqa: E402
     DeviceLost,
     Journal,
     Selection,
-    provenance,
     run_cases,
+    source,
 )
 
 PARTS = ("kernels", "parity", "op", "engine-8b", "engine-7b")
@@ -94,7 +94,7 @@ def module_of(part: str) -> tuple[Any, tuple[str, ...]]:
 def run_part(part: str, args: argparse.Namespace) -> int:
     """One part in this process; returns its exit status."""
     module, told = module_of(part)
-    journal = Journal(args.csv, module.COLUMNS, provenance())
+    journal = Journal(args.csv, module.COLUMNS, source())
     clock, chosen = Clock(args.until), Selection(args.cases)
     try:
         if hasattr(module, "run"):

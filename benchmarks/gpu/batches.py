@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.timing import Shape
+from benchmarks.gpu.timing import DecodeStep
 
 BLOCK = 16
 
@@ -53,8 +53,8 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out.reshape(tokens, q_heads, head_size), lse.reshape(q_heads, tokens)
 
 
-def shared_batch(shape: Shape, device: str = "cuda", seed: int = 0) -> Batch:
-    """The batch of a `Shape` in bf16, its blocks in a random order in memory."""
+def shared_batch(shape: DecodeStep, device: str = "cuda", seed: int = 0) -> Batch:
+    """The batch of a `DecodeStep` in bf16, its blocks in a random order in memory."""
     generator = torch.Generator(device).manual_seed(seed)
     prefix, own = shape.shared // BLOCK, -(-shape.own // BLOCK)
     blocks = 1 + prefix + shape.batch * own  # block 0 is vLLM's null block
@@ -87,7 +87,7 @@ def shared_batch(shape: Shape, device: str = "cuda", seed: int = 0) -> Batch:
     )
 
 
-def shared_in_a_row(batch: Batch, shape: Shape) -> Batch:
+def shared_in_a_row(batch: Batch, shape: DecodeStep) -> Batch:
     """The same batch with the shared blocks one after another in memory, as pinned ones are."""
     shared = batch.block_table[0, : shape.shared // BLOCK].long()
     blocks = torch.arange(len(batch.k_cache), device=batch.q.device)

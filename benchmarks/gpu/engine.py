@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.engine_runner import record, rows_of
-from benchmarks.gpu.engine_systems import PARTS, System
+from benchmarks.gpu.engine_systems import PARTS, EngineSetup
 from benchmarks.gpu.journal import Clock, Journal, Row, Wrong
 from benchmarks.gpu.models import SHAPES, roofline_tok_s, write_config
 from benchmarks.gpu.systems import HEARD_AFTER, MIN_SAVED_TOKENS, PROBE_STEPS
@@ -97,7 +97,9 @@ def make_case(
     }
 
 
-def spec_of(system: System, model: Path, cases: list[Row], cuda: bool = True) -> dict[str, Any]:
+def spec_of(
+    system: EngineSetup, model: Path, cases: list[Row], cuda: bool = True
+) -> dict[str, Any]:
     """What `engine_process` is told. Without `cuda`: the CPU's settings, for tests of this part."""
     longest = max(case["shared"] + case["own"] + case["limit"] for case in cases)
     engine: dict[str, Any] = {
@@ -121,7 +123,7 @@ def spec_of(system: System, model: Path, cases: list[Row], cuda: bool = True) ->
     return {"job": "decode", "cases": cases, "engine": engine, "patches": list(system.patches)}
 
 
-def judge(system: System, case: Row, row: Row, roofline: float, others: dict[str, Row]) -> Row:
+def judge(system: EngineSetup, case: Row, row: Row, roofline: float, others: dict[str, Row]) -> Row:
     """The columns of a finished case.
 
     Args:
@@ -178,7 +180,7 @@ def median_rate(row: Row) -> float:
 def run_model(
     model: str,
     path: Path,
-    systems: list[System],
+    systems: list[EngineSetup],
     cases: list[Row],
     ceilings: Ceilings,
     folder: Path,
@@ -199,7 +201,7 @@ def run_model(
         spec = spec_of(system, path, asked, cuda)
         rows = rows_of(spec, folder, title.replace(" ", "-"), clock, environment)
 
-        def shared(case: Row, row: Row, system: System = system) -> Row:
+        def shared(case: Row, row: Row, system: EngineSetup = system) -> Row:
             return {
                 "model": model,
                 "system": system.name,
@@ -209,7 +211,7 @@ def run_model(
                 **ceilings.row(),
             }
 
-        def columns(case: Row, row: Row, system: System = system) -> Row:
+        def columns(case: Row, row: Row, system: EngineSetup = system) -> Row:
             others = found[case["name"]]
             judged = judge(system, case, row, roofline_tok_s(model, case, ceilings), others)
             others[system.name] = row

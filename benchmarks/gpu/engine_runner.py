@@ -1,17 +1,16 @@
 """Start engine processes, read their rows as they come, end them in time."""
 
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.journal import ROOT, Clock, Journal, Row, Wrong, describe
+from benchmarks.gpu.journal import Clock, Journal, Row, Wrong, describe
+from benchmarks.harness.environment import importable
+from vllm_relay.serving.processes import Process
 
 # In-process engines: what is patched in the child is patched where the model runs.
 ENVIRONMENT = {
@@ -30,11 +29,6 @@ class EngineFailed(RuntimeError):
     """An engine process ended with an error; the end of its log was printed."""
 
 
-def environment(extra: dict[str, str]) -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **extra}
-
-
 def rows_of(
     spec: dict[str, Any], folder: Path, name: str, clock: Clock, extra: dict[str, str]
 ) -> Generator[Row, None, None]:
@@ -49,17 +43,10 @@ def rows_of(
     spec_path, rows_path, log_path = (folder / f"{name}.{kind}" for kind in ("json", "rows", "log"))
     spec_path.write_text(json.dumps({**spec, "until": clock.until}))
     rows_path.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "benchmarks.gpu.engine_process", spec_path, rows_path]
-    with log_path.open("wb") as log:
-        child = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment(extra),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    command = [sys.executable, "-m", "benchmarks.gpu.engine_process"]
+    child = Process(
+        [*command, str(spec_path), str(rows_path)], log_path, ENVIRONMENT | importable() | extra
+    )
     read = 0
     try:
         while True:
@@ -73,20 +60,18 @@ def rows_of(
             if clock.left() < -GRACE:
                 raise EngineFailed(f"{name}: ended, its time was up")
             time.sleep(0.2)
-        if child.returncode != 0:
-            raise EngineFailed(_said(name, child.returncode, log_path))
+        if child.poll() != 0:
+            raise EngineFailed(_failure(name, child))
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        child.kill()
 
 
-def _said(name: str, status: int, log: Path) -> str:
-    """Print the end of a log; returns one line that says what happened."""
-    lines = log.read_text(errors="replace").splitlines()
+def _failure(name: str, child: Process) -> str:
+    """Prints the end of an engine's log; returns the failure in one line."""
+    lines = child.text().splitlines()
     print(f"--- the end of the log of {name}:", *lines[-_LOG_LINES:], "---", sep="\n", flush=True)
     errors = [line for line in lines if "Error" in line and "Traceback" not in line]
-    return f"{name} ended with status {status}: {(errors or lines or [''])[-1].strip()}"
+    return f"{name} ended with status {child.poll()}: {(errors or lines or [''])[-1].strip()}"
 
 
 def record(

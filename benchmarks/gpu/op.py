@@ -22,7 +22,7 @@ from benchmarks.gpu.timing import (
     CEILING_COLUMNS,
     REPLAYS,
     Ceilings,
-    Shape,
+    DecodeStep,
     Stopwatch,
     capture,
     measure_ceilings,
@@ -62,7 +62,7 @@ SHARED = (
     (8, 1024, 512),
 )
 # What the issue asks for at the first of them with 32/8 heads x 128, L2 flushed.
-BAR = Shape(*SHARED[0])
+BAR = DecodeStep(*SHARED[0])
 BAR_ROOFLINE, BAR_STOCK = 1.25, 8.0
 STOCKS = ("stock", "stock-graphs")
 # What of relay the bars are judged on.
@@ -72,13 +72,13 @@ COMPILED = ("flashinfer",)
 CASE_SECONDS, COMPILE_SECONDS = 15.0, 240.0
 
 
-def shapes(kv_heads: int) -> list[Shape]:
+def shapes(kv_heads: int) -> list[DecodeStep]:
     """Shapes with 32 query heads, with and without sharing."""
     alone = [(64, 0, 2048), (256, 0, 2048), (8, 0, 2048), (1, 0, 2048)]
-    return [Shape(*sizes, kv_heads=kv_heads) for sizes in (*SHARED, *alone)]
+    return [DecodeStep(*sizes, kv_heads=kv_heads) for sizes in (*SHARED, *alone)]
 
 
-def exact_shared(batch: Batch, shape: Shape) -> Tensor:
+def exact_shared(batch: Batch, shape: DecodeStep) -> Tensor:
     """Float64 attention of a `shared_batch`, the shared part for all requests in one product."""
     prefix = shape.shared // BLOCK
     outs, lses = [], []
@@ -105,21 +105,21 @@ class Bench:
 
     def __init__(self, replays: int) -> None:
         self.replays = replays
-        self.stock_us: dict[Shape, dict[str, float]] = {}
+        self.stock_us: dict[DecodeStep, dict[str, float]] = {}
         # Systems that have run: what they compile is there.
         self.compiled: set[str] = set()
         self.watch = lru_cache(lambda: Stopwatch(replays))
         self.ceilings: Callable[[], Ceilings] = lru_cache(lambda: measure_ceilings(self.watch()))
         self.batch = lru_cache(maxsize=1)(self._batch)
 
-    def _batch(self, shape: Shape) -> tuple[Batch, Tensor, Tensor]:
+    def _batch(self, shape: DecodeStep) -> tuple[Batch, Tensor, Tensor]:
         """The inputs, stock's answer and the exact one."""
         batch = shared_batch(shape)
         out = torch.empty_like(batch.q)
         stock_attention(batch, flash_attention(3), out)
         return batch, out, exact_shared(batch, shape)
 
-    def run(self, shape: Shape, system: str) -> Row:
+    def run(self, shape: DecodeStep, system: str) -> Row:
         """One row: check the answer of the very graph that is timed, then time it."""
         ceilings = self.ceilings()
         batch, stock_out, exact = self.batch(shape)
@@ -167,7 +167,7 @@ class Bench:
 
 
 def judged(
-    shape: Shape, system: str, us: float, roofline: float, stock_us: dict[str, float]
+    shape: DecodeStep, system: str, us: float, roofline: float, stock_us: dict[str, float]
 ) -> Row:
     """Ratios of a time, and whether it passes what the issue asks of this shape.
 

@@ -17,7 +17,7 @@ LICENCES = (
     Path("/usr/share/common-licenses/GPL-3"),
     Path(__file__).parent / "text" / "gpl-3.txt",
 )
-SYSTEM = "You answer questions about the following licence. Answer briefly.\n\n"
+SYSTEM = "You answer questions about the following licence. ChatAnswer briefly.\n\n"
 TOPICS = (
     "Who wrote this licence?",
     "What is its version number?",
@@ -47,7 +47,7 @@ TOPICS = (
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChatAnswer:
     """One chat answer: its text, its token ids, and per token the log-probability (nats) and the
     lead of the chosen token over the second best."""
 
@@ -90,26 +90,26 @@ def licence_prompt(tokenizer: Tokenizer, tokens: int) -> str:
 
 def questions(count: int) -> list[str]:
     """`count` different short questions."""
-    rounds = ("", " Give one example.", " Explain it to a child.", " Answer in one sentence.")
+    rounds = ("", " Give one example.", " Explain it to a child.", " ChatAnswer in one sentence.")
     asked = [topic + extra for extra in rounds for topic in TOPICS]
     if not 1 <= count <= len(asked):
         raise ValueError(f"--requests is {count}: from 1 to {len(asked)} questions exist")
     return asked[:count]
 
 
-def parting(first: Answer, second: Answer) -> int | None:
+def parting(first: ChatAnswer, second: ChatAnswer) -> int | None:
     """Index of the first token that differs, one past the shorter answer included; None without."""
     both = min(len(first.tokens), len(second.tokens))
     differ = next((i for i in range(both) if first.tokens[i] != second.tokens[i]), both)
     return None if differ == len(first.tokens) == len(second.tokens) else differ
 
 
-def lead(first: Answer, second: Answer, at: int) -> float:
+def lead(first: ChatAnswer, second: ChatAnswer, at: int) -> float:
     """How far the model preferred its token where two answers part: near 0 for a tie."""
     return (first if at < len(first.leads) else second).leads[at]
 
 
-def agreement(first: list[Answer], second: list[Answer]) -> Agreement:
+def agreement(first: list[ChatAnswer], second: list[ChatAnswer]) -> Agreement:
     """Compare answers pair by pair. Up to a parting both models saw the same text, so their
     log-probabilities compare; the token they part at counts with its lead, so that answers which
     part at once and for no close call are far apart, not unknown."""
@@ -168,12 +168,12 @@ async def ask(
     at_once: int,
     tokens: int,
     report: Callable[[str], None],
-) -> list[Answer]:
+) -> list[ChatAnswer]:
     """Send all questions under `system`, `at_once` at a time."""
     done = 0
     places = asyncio.Semaphore(at_once)
 
-    async def one(client: openai.AsyncOpenAI, question: str) -> Answer:
+    async def one(client: openai.AsyncOpenAI, question: str) -> ChatAnswer:
         nonlocal done
         async with places:
             reply = await client.chat.completions.create(
@@ -193,7 +193,7 @@ async def ask(
         choice = reply.choices[0]
         steps = (choice.logprobs and choice.logprobs.content) or []
         best = [sorted((top.logprob for top in s.top_logprobs), reverse=True) for s in steps]
-        return Answer(
+        return ChatAnswer(
             text=" ".join((choice.message.content or "").split()),
             tokens=tuple(s.token for s in steps),
             logprobs=tuple(s.logprob for s in steps),

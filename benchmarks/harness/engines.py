@@ -1,7 +1,6 @@
-"""The systems that are compared, as vLLM engines of one process."""
+"""Compared systems as vLLM engines of one process."""
 
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.environment import HUGE_PAGES, OFFLINE, ROOT, kv_gib
+from benchmarks.harness.environment import engine_environment
 from vllm_relay.serving.agreement import Answer
 from vllm_relay.serving.commands import build_system_kv
 from vllm_relay.serving.processes import ended_in_order
@@ -31,7 +30,7 @@ class BenchWorker:
         return gemm_rate()
 
     def skip_attention(self) -> int:
-        """Every attention layer gives zeros from now on; KV is written as before."""
+        """Replaces attention by zeros; KV is still written. Returns the number of layers."""
         from vllm.v1.attention.backend import AttentionImpl
 
         context = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
@@ -50,7 +49,7 @@ class BenchWorker:
 
 @dataclass(frozen=True)
 class Limits:
-    """What every engine of a run has to hold."""
+    """Capacity of every engine of a run."""
 
     max_model_len: int
     max_num_seqs: int
@@ -58,11 +57,12 @@ class Limits:
 
 @dataclass
 class Finished:
-    """One batch.
+    """Result of one batch.
 
     Attributes:
-        seconds: from its submission. tokens: made. cached: of prompts, found in the prefix cache.
-        answers: in order. decode_tok_s: from the moment that every request has its second token.
+        seconds: from its submission. tokens: generated. cached: prompt tokens found in the prefix
+            cache. answers: in prompt order. decode_tok_s: tokens per second from the moment that
+            every request has its second token.
     """
 
     seconds: float
@@ -73,7 +73,7 @@ class Finished:
 
 
 class Engine:
-    """One `vllm.LLM`, stepped by hand so that decode steps can be timed apart from prefill."""
+    """`vllm.LLM` stepped by hand, so that decode is timed apart from prefill."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Engine:
         settings: dict[str, Any] | None = None,
         share: float | None = None,
     ) -> None:
-        from vllm import LLM  # seconds to import: --help should not wait for it
+        from vllm import LLM  # takes seconds: --help should not wait for it
 
         self._llm = LLM(
             str(model),
@@ -102,26 +102,26 @@ class Engine:
         self._requests = 0
 
     def close(self) -> None:
-        """End the engine's process."""
+        """Ends the engine's process."""
         self._llm.llm_engine.engine_core.shutdown()
 
     def counters(self) -> dict[str, int]:
         return dict(self._llm.collective_rpc("relay_counters")[0])
 
     def forget(self) -> None:
-        """Empty the prefix cache; pinned system KVs stay."""
+        """Empties the prefix cache; pinned system KV stays."""
         if not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not empty its prefix cache: requests are under way")
+            raise RuntimeError("vLLM did not empty its prefix cache: requests are running")
 
     def gemm_rate(self) -> float:
         """Operations per second of a bf16 matrix product on the engine's threads."""
         return float(self._llm.collective_rpc("gemm_rate")[0])
 
     def finish(self, prompts: Sequence[list[int]], lengths: Sequence[int]) -> Finished:
-        """Produce ``lengths[i]`` tokens for each prompt, all submitted at once.
+        """Generates ``lengths[i]`` tokens for each prompt, all submitted at once.
 
         Raises:
-            RuntimeError: vLLM ended a request earlier.
+            RuntimeError: vLLM ended a request early.
         """
         from vllm import SamplingParams
 
@@ -156,13 +156,13 @@ class Engine:
             ended - started,
             tokens,
             sum(cached.values()),
-            [list(map(told, o.token_ids, o.logprobs)) for o in in_order],
+            [list(map(with_lead, o.token_ids, o.logprobs)) for o in in_order],
             (tokens - counted) / (ended - begun) if begun and ended > begun else 0.0,
         )
 
 
-def told(token: int, best: dict[int, Any]) -> tuple[int, float, float]:
-    """Of an `Answer`, from vLLM's log-probabilities of one step."""
+def with_lead(token: int, best: dict[int, Any]) -> tuple[int, float, float]:
+    """Element of an `Answer` from vLLM's log-probabilities of one step."""
     logprob = best[token].logprob
     return token, logprob, logprob - max(x.logprob for key, x in best.items() if key != token)
 
@@ -170,7 +170,7 @@ def told(token: int, best: dict[int, Any]) -> tuple[int, float, float]:
 def build_files(
     model: Path, prefixes: Sequence[Sequence[int]], folder: Path, max_model_len: int
 ) -> list[Path]:
-    """Compute the KV of these token ids with the real command, ``vllm-relay build``."""
+    """System-KV files of these token ids, made by ``vllm-relay build``."""
     options = ["--enforce-eager", "--skip-tokenizer-init", "--max-model-len", str(max_model_len)]
     for number, prefix in enumerate(prefixes):
         source = folder / f"prefix-{number}.json"
@@ -181,28 +181,9 @@ def build_files(
 
 
 def close(engines: dict[str, Engine]) -> None:
-    """End them all at once: each takes seconds."""
+    """Ends the engines in parallel: each takes seconds."""
     with ThreadPoolExecutor() as pool:
         list(pool.map(Engine.close, engines.values()))
-
-
-@contextmanager
-def engine_environment() -> Iterator[None]:
-    """Of engines and what they start; as it was before once the body has ended."""
-    before = dict(os.environ)
-    os.environ.update(OFFLINE | HUGE_PAGES)
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_gib())
-    # Prompts are random: what a model makes of positions that it was not trained for is no matter.
-    os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # Workers import this folder's modules by name.
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @contextmanager
@@ -215,11 +196,11 @@ def engines(
     settings: dict[str, Any] | None = None,
     report: Callable[[str], None] = lambda doing: None,
 ) -> Iterator[dict[str, Engine]]:
-    """Start these systems.
+    """Starts these systems; ends them after the body.
 
     Args:
         prefixes: token ids whose KV `relay-system-kv` loads from files, built here.
-        settings: relay's, beside those that a system has.
+        settings: relay's settings, beside those of a system.
     """
     started: dict[str, Engine] = {}
     with ExitStack() as stack:
@@ -227,13 +208,13 @@ def engines(
         stack.enter_context(engine_environment())
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         files: list[str] = []
-        # What does not fill a KV block cannot be pinned.
+        # Less than a KV block cannot be pinned.
         pinned = [prefix for prefix in prefixes if len(prefix) >= KV_BLOCK]
         if pinned and any(SYSTEMS[key].system_kv for key in keys):
             report(f"computing the KV of {len(pinned)} prefixes")
             built = build_files(model, pinned, Path(folder), limits.max_model_len)
             files = list(map(str, built))
-        # By this thread, not by several at once; and before anything asks for GPUs: it sets how.
+        # Imported once, not by several threads; and before CUDA is queried, which it configures.
         import vllm.entrypoints.llm  # noqa: F401
 
         share = memory_share(len(keys))
@@ -245,7 +226,7 @@ def engines(
             own = {**(settings or {}), **loaded}
             started[key] = Engine(model, SYSTEMS[key], limits, own, share)
 
-        # Most of a start is importing; but on a GPU each measures the memory that it finds free.
+        # A start is mostly imports; on a GPU each engine measures the memory that it finds free.
         with ThreadPoolExecutor(len(keys) if share is None else 1) as pool:
             list(pool.map(start, keys))
         yield {key: started[key] for key in keys}

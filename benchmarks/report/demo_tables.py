@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.harness.chat import Agreement, Answer, agreement, lead
+from benchmarks.harness.chat import Agreement, ChatAnswer, agreement, lead
 
 SHOWN = 6  # answers printed in full
 # What rounding alone makes of this bf16 model's log-probabilities, should the control show less.
@@ -45,8 +45,8 @@ class Run:
 
     label: str
     first_ttft: float
-    answers: list[Answer]
-    again: list[Answer]
+    answers: list[ChatAnswer]
+    again: list[ChatAnswer]
     bench: dict[str, Any] | None
     bench_seconds: float = 0.0
     counters: dict[str, int] = field(default_factory=dict)

@@ -29,9 +29,10 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.harness.engines import KV_BLOCK, engine_environment
-from benchmarks.harness.latin_square import make_console, save
+from benchmarks.harness.latin_square import save_engines
 from benchmarks.harness.random_model import write_random_model
 from benchmarks.harness.roofline import theoretical_speed_up
+from benchmarks.harness.terminal import add_save, make_console
 from vllm_relay.serving.processes import ended_in_order
 
 HEADS = [(16, 16, 128), (32, 8, 128), (9, 3, 64)]
@@ -194,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=9, help="of each case")
-    parser.add_argument("--save", action="store_true", help="write a CSV to benchmarks/results")
+    add_save(parser)
     parser.add_argument(
         "--heads", type=int, nargs=3, action="append", metavar=("QUERY", "KV", "SIZE"),
         help="of a model; repeat it for several",
@@ -227,7 +228,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     show(console, rows)
     if args.save:
-        save(console, "attention", rows)
+        save_engines(console, "attention", rows)
     return 0
 
 

@@ -23,8 +23,10 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.harness.environment import OFFLINE, ROOT, provenance, write_csv
+from benchmarks.harness.environment import OFFLINE, importable
 from benchmarks.harness.random_model import write_random_model
+from benchmarks.harness.result_csv import save
+from benchmarks.harness.terminal import add_heads
 
 REQUESTS = (1, 2, 8, 32, 128)
 SHARED = (0, 512, 2048, 8192)
@@ -133,14 +135,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--heads",
-        type=int,
-        nargs=3,
-        default=[16, 16, 128],
-        metavar=("QUERY", "KV", "SIZE"),
-        help="query heads, KV heads and head size of the model",
-    )
+    add_heads(parser)
     parser.add_argument("--points", type=int, help="measure so many, evenly from the grid")
     parser.add_argument("--kv-gib", type=int, default=9, help="KV cache of the engine")
     parser.add_argument(
@@ -148,9 +143,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     console = Console()
-    # The worker imports this folder's modules by name.
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ.update(OFFLINE | {"PYTHONPATH": os.pathsep.join(paths)})
+    os.environ.update(OFFLINE | importable())
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(args.kv_gib)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM
@@ -188,9 +181,7 @@ def main() -> int:
     if too_large:
         console.print(f"{too_large} points left out: the KV cache (--kv-gib) does not hold them")
     if args.save:
-        path = write_csv(ROOT / "benchmarks" / "results" / "choice.csv", rows, provenance())
-        plot(rows, path.with_suffix(".png"))
-        console.print(f"wrote {path.relative_to(ROOT)} and its plot")
+        plot(rows, save(console, "choice", rows).with_suffix(".png"))
     below = [row for row in rows if row["ratio"] < NEVER_SLOWER]
     near = sum(row["of_best"] <= NEAR_BEST for row in rows)
     return 1 if below or near < 0.95 * len(rows) else 0

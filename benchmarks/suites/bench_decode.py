@@ -29,23 +29,22 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.harness.engines import Engine, Limits, engines
-from benchmarks.harness.environment import step
 from benchmarks.harness.latin_square import (
-    Case,
     Measured,
     Round,
+    Workload,
     add_options,
-    at_least,
-    compare,
-    make_console,
-    save,
+    checked,
+    save_engines,
 )
 from benchmarks.harness.random_model import LAYERS, VOCABULARY, write_random_model
+from benchmarks.harness.terminal import add_heads, at_least, make_console, step
+from vllm_relay.serving.agreement import WrongAnswers
 
 KEYS = ("stock", "relay", "no-attention")
 
 
-def make_case(requests: int, shared: int, own: int, steps: int) -> Case:
+def make_workload(requests: int, shared: int, own: int, steps: int) -> Workload:
     """Requests under one prefix. They come again in every round: what is timed is decoding."""
     rng = np.random.default_rng(shared)
     prefix = rng.integers(3, VOCABULARY, shared).tolist()
@@ -55,18 +54,18 @@ def make_case(requests: int, shared: int, own: int, steps: int) -> Case:
         return prompts, [steps] * requests
 
     columns = {"requests": requests, "shared_tokens": shared, "own_tokens": own}
-    return Case(columns, make_round)
+    return Workload(columns, make_round)
 
 
 def row_of(
-    measured: Measured, case: Case, gemm_rate: float, args: argparse.Namespace
+    measured: Measured, workload: Workload, gemm_rate: float, args: argparse.Namespace
 ) -> dict[str, Any]:
     rates = measured.decode_tok_s
     ratios = [r / s for r, s in zip(rates["relay"], rates["stock"], strict=True)]
     stock, relay, ceiling = (statistics.median(rates[key]) for key in KEYS)
     gemm = gemm_rate / 1e9
-    requests = case.columns["requests"]
-    attended = requests * case.columns["shared_tokens"]
+    requests = workload.columns["requests"]
+    attended = requests * workload.columns["shared_tokens"]
     operations = 4 * args.layers * args.heads[0] * args.heads[2] * attended
     counted = measured.counted["relay"]
     spread = {
@@ -80,7 +79,7 @@ def row_of(
         "query_heads": args.heads[0],
         "kv_heads": args.heads[1],
         "head_size": args.heads[2],
-        **case.columns,
+        **workload.columns,
         "steps": args.steps,
         "rounds": len(ratios),
         "stock_tok_s": round(stock, 2),
@@ -140,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
         type=int,
         nargs="+",
         default=[8192, 2048, 0],
-        help="shared tokens, one case each",
+        help="shared tokens, one workload each",
     )
     parser.add_argument(
         "--own", type=int, default=64, help="tokens each request adds to the prefix"
@@ -153,20 +152,13 @@ def main(argv: list[str] | None = None) -> int:
         action="append",
         default=[],
         metavar=("REQUESTS", "SHARED", "OWN"),
-        help="also this case",
+        help="also this workload",
     )
     parser.add_argument(
         "--steps", type=at_least(3), default=48, help="tokens each request produces"
     )
     add_options(parser, repeats=7)
-    parser.add_argument(
-        "--heads",
-        type=int,
-        nargs=3,
-        default=[16, 16, 128],
-        metavar=("QUERY", "KV", "SIZE"),
-        help="query heads, KV heads and head size of the model",
-    )
+    add_heads(parser)
     parser.add_argument(
         "--model", type=Path, help="folder of a real model in place of a random one"
     )
@@ -195,18 +187,16 @@ def main(argv: list[str] | None = None) -> int:
             started: dict[str, Engine] = stack.enter_context(
                 engines(model, KEYS, limits, settings=settings, report=report)
             )
-        for case in (make_case(*numbers, args.steps) for numbers in given):
-            with step(console, case.title) as report:
-                measured = compare(started, case, args.repeats, args.min_seconds, report)
-                gemm_rate = started["relay"].gemm_rate()
-            if measured.wrong():
-                why = "; ".join(measured.wrong())
-                console.print(f"[red]no speed is reported:[/] {why}", soft_wrap=True)
+        for workload in (make_workload(*numbers, args.steps) for numbers in given):
+            try:
+                measured = checked(started, workload, args, console)
+            except WrongAnswers as error:
+                console.print(str(error), style="red", markup=False, soft_wrap=True)
                 return 1
-            rows.append(row_of(measured, case, gemm_rate, args))
+            rows.append(row_of(measured, workload, started["relay"].gemm_rate(), args))
     show(console, rows)
     if args.save:
-        save(console, "decode", rows)
+        save_engines(console, "decode", rows)
     return 0
 
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.harness.engines import Limits
 from benchmarks.harness.environment import model_path
-from benchmarks.harness.latin_square import Case, Comparison, Round, add_options, run
+from benchmarks.harness.latin_square import Comparison, Round, Workload, add_options, run
 from vllm_relay.serving.systems import FOUR
 
 SUBJECTS = 57
@@ -55,7 +55,7 @@ def shared_text(subject: int, examples: int) -> str:
     return text
 
 
-def make_case(tokenizer: Tokenizer, examples: int, args: argparse.Namespace) -> Case:
+def make_workload(tokenizer: Tokenizer, examples: int, args: argparse.Namespace) -> Workload:
     def tokens(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -75,7 +75,7 @@ def make_case(tokenizer: Tokenizer, examples: int, args: argparse.Namespace) -> 
         "subjects": args.subjects,
         "questions": args.questions,
     }
-    return Case(columns, make_round, forget=True)
+    return Workload(columns, make_round, forget=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
         for subject in range(args.subjects)
     ]
     limits = Limits(max(map(len, prefixes)) + 256, args.at_once)
-    cases = [make_case(tokenizer, examples, args) for examples in args.examples]
+    cases = [make_workload(tokenizer, examples, args) for examples in args.examples]
     title, columns = f"{args.subjects} subjects", ("examples", "shared_tokens")
     comparison = Comparison("fewshot", title, columns, FOUR, limits, cases, prefixes)
     return run(comparison, model, args)

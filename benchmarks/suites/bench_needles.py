@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.harness.engines import Answer, Limits
 from benchmarks.harness.environment import ROOT, model_path
-from benchmarks.harness.latin_square import Case, Comparison, Round, add_options, run
+from benchmarks.harness.latin_square import Comparison, Round, Workload, add_options, run
 from vllm_relay.serving.systems import FOUR
 
 NAMES = (
@@ -42,7 +42,7 @@ def plant(text: str, facts: int, seed: int) -> tuple[str, list[tuple[str, str]]]
     return ". ".join(sentences), planted
 
 
-def make_cases(tokenizer: Any, args: argparse.Namespace) -> tuple[list[int], list[Case]]:
+def make_workloads(tokenizer: Any, args: argparse.Namespace) -> tuple[list[int], list[Workload]]:
     """The document's tokens, and a case per number of questions."""
     text = args.text.read_text(encoding="utf-8-sig")
     # About four characters a token, and some to spare for cutting.
@@ -61,7 +61,7 @@ def make_cases(tokenizer: Any, args: argparse.Namespace) -> tuple[list[int], lis
         text = f"{document}\n\n({mark}) {begun}"
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def make_case(count: int) -> Case:
+    def make_workload(count: int) -> Workload:
         asked = [known[i % len(known)] for i in range(count)]
 
         def make_round(number: int) -> Round:
@@ -73,11 +73,13 @@ def make_cases(tokenizer: Any, args: argparse.Namespace) -> tuple[list[int], lis
             texts = [tokenizer.decode([token for token, *_ in answer]) for answer in answers]
             return sum(word in text.lower() for text, (_, word) in zip(texts, asked, strict=True))
 
-        return Case({"document_tokens": args.document, "questions": count}, make_round, right=right)
+        return Workload(
+            {"document_tokens": args.document, "questions": count}, make_round, right=right
+        )
 
     first, second = ask("A", "A"), ask("B", "B")
     same = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
-    return first[:same], [make_case(count) for count in args.questions]
+    return first[:same], [make_workload(count) for count in args.questions]
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -103,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    prefix, cases = make_cases(tokenizer, args)
+    prefix, cases = make_workloads(tokenizer, args)
     limits = Limits(len(prefix) + 64 + args.steps, max(args.questions))
     keys = (*FOUR, "no-attention")
     title, columns = f"questions about {args.document:,} tokens", ("questions", "right")

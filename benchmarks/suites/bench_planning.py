@@ -22,8 +22,10 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.harness.environment import OFFLINE, ROOT, provenance, write_csv
+from benchmarks.harness.environment import OFFLINE, importable
 from benchmarks.harness.random_model import VOCABULARY, write_random_model
+from benchmarks.harness.result_csv import save
+from benchmarks.harness.terminal import add_heads, add_save
 from benchmarks.suites.planning_worker import costs_that_pay
 from vllm_relay.sharing import Planner, make_plan
 
@@ -122,14 +124,11 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--shared", type=int, default=8192, help="tokens that requests share")
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument(
-        "--heads", type=int, nargs=3, default=[16, 16, 128], metavar=("QUERY", "KV", "SIZE")
-    )
-    parser.add_argument("--save", action="store_true", help="write a CSV to benchmarks/results")
+    add_heads(parser)
+    add_save(parser)
     args = parser.parse_args()
     console = Console()
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ.update(OFFLINE | {"PYTHONPATH": os.pathsep.join(paths)})
+    os.environ.update(OFFLINE | importable())
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "6")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     rows = [time_planner(*size) for size in SIZES]
@@ -162,8 +161,7 @@ def main() -> int:
             highlight=False,
         )
     if args.save:
-        path = write_csv(ROOT / "benchmarks" / "results" / "planning.csv", rows, provenance())
-        console.print(f"wrote {path.relative_to(ROOT)}")
+        save(console, "planning", rows)
     return 0
 
 

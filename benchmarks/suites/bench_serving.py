@@ -23,8 +23,9 @@ from tokenizers import Tokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.harness.chat import licence_prompt, questions
-from benchmarks.harness.environment import HUGE_PAGES, kv_gib, model_path, step
-from benchmarks.harness.latin_square import at_least, make_console, save
+from benchmarks.harness.environment import HUGE_PAGES, kv_gib, model_path
+from benchmarks.harness.latin_square import save_engines
+from benchmarks.harness.terminal import add_save, at_least, make_console, step
 from vllm_relay.serving import comparison, gains
 from vllm_relay.serving.commands import build_system_kv
 from vllm_relay.serving.processes import ended_in_order, kept_logs
@@ -111,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         help="seconds per token, for the sustained rate; who needs twice as many is not measured "
         "at the rates that follow",
     )
-    parser.add_argument("--save", action="store_true", help="write a CSV to benchmarks/results")
+    add_save(parser)
     args = parser.parse_args(argv)
     if REFERENCE not in args.systems:
         parser.error(f"--systems: {REFERENCE} is what the others are compared with")
@@ -167,7 +168,9 @@ def main(argv: list[str] | None = None) -> int:
     title = f"{args.dataset}: a prefix of {args.prefix_tokens:,} tokens (medians of rounds)"
     gains.show(console, title, rows, args.bound)
     if args.save:
-        save(console, "serving" if args.dataset == "chat" else f"serving-{args.dataset}", rows)
+        save_engines(
+            console, "serving" if args.dataset == "chat" else f"serving-{args.dataset}", rows
+        )
     return 0
 
 

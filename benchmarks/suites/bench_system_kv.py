@@ -29,16 +29,10 @@ from tokenizers import Tokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.harness.chat import first_ttft, licence_prompt
-from benchmarks.harness.environment import (
-    MODEL_NAME,
-    OFFLINE,
-    ROOT,
-    model_path,
-    provenance,
-    step,
-    write_csv,
-)
+from benchmarks.harness.environment import MODEL_NAME, OFFLINE, model_path
 from benchmarks.harness.random_model import VOCABULARY, write_random_model
+from benchmarks.harness.result_csv import save
+from benchmarks.harness.terminal import step
 from vllm_relay.serving.commands import build_system_kv
 from vllm_relay.serving.processes import Server, run, serving
 from vllm_relay.system_kv.file import SystemKVFile
@@ -70,9 +64,7 @@ def first_token(args: argparse.Namespace, folder: Path, console: Console) -> lis
     with step(console, "build system KV") as report:
         flags = ["--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN)]
         options = ["--system-prompt", str(prompt), *flags]
-        file = build_system_kv(
-            model, prompt.with_suffix(".relay"), options, env=ENV, report=report
-        )
+        file = build_system_kv(model, prompt.with_suffix(".relay"), options, env=ENV, report=report)
     flags += ["--served-model-name", MODEL_NAME, "--attention-backend", "relay"]
     flags += ["--disable-uvicorn-access-log", "--num-gpu-blocks-override", str(args.blocks)]
     kinds = {"without": [], "with": ["--additional-config.relay.system_kv", str(file)]}
@@ -199,8 +191,7 @@ def main() -> int:
         rows = first_token(args, folder, console) + load(args, folder, console)
     show(console, rows)
     if args.save:
-        path = write_csv(ROOT / "benchmarks/results/system-kv.csv", rows, provenance())
-        console.print(f"written: {path.relative_to(ROOT)}")
+        save(console, "system-kv", rows)
     return 0
 
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.harness.engines import Limits
 from benchmarks.harness.environment import model_path
-from benchmarks.harness.latin_square import Case, Comparison, Round, add_options, run
+from benchmarks.harness.latin_square import Comparison, Round, Workload, add_options, run
 from vllm_relay.serving.systems import FOUR
 
 # Log-normal, clipped: medians and spreads of published conversation datasets, shortened so that a
@@ -33,9 +33,9 @@ def lengths(rng: np.random.Generator, count: int, of: tuple[int, float, int, int
     return np.clip(drawn.round(), least, most).astype(int).tolist()
 
 
-def make_case(
+def make_workload(
     prefix: list[int], mix: tuple[int, int] | None, requests: int, vocabulary: int
-) -> Case:
+) -> Workload:
     """Requests under one prefix, with lengths of conversations or of a fixed mix."""
 
     def make_round(number: int) -> Round:
@@ -50,7 +50,9 @@ def make_case(
         return [prefix + rng.integers(3, vocabulary, n).tolist() for n in users], generated
 
     name = "conversations" if mix is None else f"({mix[0]}, {mix[1]})"
-    return Case({"prefix_tokens": len(prefix), "lengths": name, "requests": requests}, make_round)
+    return Workload(
+        {"prefix_tokens": len(prefix), "lengths": name, "requests": requests}, make_round
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     rng = np.random.default_rng(7)
     prefixes = [rng.integers(3, vocabulary, n).tolist() for n in args.prefix]
     mixes: list[Any] = [None, *map(tuple, args.mix)]
-    cases = [make_case(p, m, args.requests, vocabulary) for p in prefixes for m in mixes]
+    cases = [make_workload(p, m, args.requests, vocabulary) for p in prefixes for m in mixes]
     longest = max([LONGEST, *(sum(mix) for mix in args.mix)])
     limits = Limits(max(args.prefix) + longest + 1, args.requests)
     title = f"{args.requests} requests at once"

@@ -17,7 +17,8 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.harness.environment import ROOT, provenance, write_csv
+from benchmarks.harness.environment import RESULTS
+from benchmarks.harness.result_csv import save
 from vllm_relay.serving.processes import beside_python
 
 KEYS = ("requests", "steps", "kv_tokens_stock", "kv_tokens_relay", "kv_tokens_once")
@@ -51,7 +52,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     console = Console()
-    plot = ROOT / "benchmarks" / "results" / "trace.png" if args.save else None
+    plot = RESULTS / "trace.png" if args.save else None
     plotted = args.objective[0]
     rows = []
     for objective in args.objective:
@@ -76,9 +77,7 @@ def main() -> int:
                 highlight=False,
             )
     if plot is not None:
-        path = write_csv(plot.with_suffix(".csv"), rows, provenance())
-        plot.replace(path.with_suffix(".png"))
-        console.print(f"wrote {path.relative_to(ROOT)} and its plot")
+        plot.replace(save(console, "trace", rows).with_suffix(".png"))
     return 0
 
 

@@ -16,13 +16,14 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.harness.engines import Limits
-from benchmarks.harness.latin_square import Case, Comparison, Round, add_options, run
+from benchmarks.harness.latin_square import Comparison, Round, Workload, add_options, run
 from benchmarks.harness.random_model import VOCABULARY, write_random_model
+from benchmarks.harness.terminal import add_heads
 
 KEYS = ("stock", "relay-1-level", "relay-2-levels", "no-attention")
 
 
-def make_case(args: argparse.Namespace, problem_tokens: int) -> Case:
+def make_workload(args: argparse.Namespace, problem_tokens: int) -> Workload:
     rng = np.random.default_rng(problem_tokens)
     examples = rng.integers(3, VOCABULARY, args.examples).tolist()
     problems = [
@@ -45,7 +46,7 @@ def make_case(args: argparse.Namespace, problem_tokens: int) -> Case:
         "problems": args.problems,
         "samples": args.samples,
     }
-    return Case(columns, make_round)
+    return Workload(columns, make_round)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,13 +59,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=8, help="of each problem")
     parser.add_argument("--own", type=int, default=16, help="tokens that each sample adds")
     parser.add_argument("--steps", type=int, default=24, help="tokens each sample produces")
-    parser.add_argument("--heads", type=int, nargs=3, default=[16, 16, 128])
+    add_heads(parser)
     add_options(parser, repeats=5)
     args = parser.parse_args(argv)
     limits = Limits(
         args.examples + max(args.problem) + args.own + args.steps, args.problems * args.samples
     )
-    cases = [make_case(args, tokens) for tokens in args.problem]
+    cases = [make_workload(args, tokens) for tokens in args.problem]
     title = f"{args.examples:,} tokens of examples for all"
     comparison = Comparison("tree", title, ("problem_tokens",), KEYS, limits, cases)
     with tempfile.TemporaryDirectory() as folder:

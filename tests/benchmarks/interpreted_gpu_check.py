@@ -8,7 +8,7 @@ from benchmarks.gpu.batches import BLOCK, agrees, errors, shared_batch
 from benchmarks.gpu.journal import Wrong
 from benchmarks.gpu.kernels import check_plan, forest_batch
 from benchmarks.gpu.op import exact_shared
-from benchmarks.gpu.timing import Shape
+from benchmarks.gpu.timing import DecodeStep
 from tests.unit.backend.reference_flash import flash_attn_varlen_func as reference_varlen
 from tests.unit.backend.reference_flash import get_scheduler_metadata
 from tests.unit.ops.interpreter import hardware_bfloat16  # noqa: F401
@@ -72,7 +72,7 @@ def test_what_is_measured_is_right_and_split_as_in_the_backend(monkeypatch, name
     monkeypatch.setattr(flash, "scheduler", lambda: schedule)
     monkeypatch.setattr(systems, "flash_attention", lambda version: varlen)
     monkeypatch.setattr(systems, "MIN_SAVED_TOKENS", 0)
-    shape = Shape(4, 48, 20, query_heads=4, kv_heads=2, head_size=32)
+    shape = DecodeStep(4, 48, 20, query_heads=4, kv_heads=2, head_size=32)
     batch = shared_batch(shape, "cpu")
     ready, groups = systems.SYSTEMS[name][0](batch, shape)
     before = len(scheduled)

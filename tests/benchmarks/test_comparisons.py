@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from benchmarks.harness import engines, environment, latin_square
+from benchmarks.harness import engines, latin_square, result_csv
 from benchmarks.harness.engines import Engine, Limits
 from benchmarks.report import write_report
 from benchmarks.suites import (
@@ -142,14 +142,14 @@ def test_a_kernel_that_is_wrong_gives_no_speed(
 
 
 def test_the_report_says_how_far_two_runs_of_one_command_are_apart(tmp_path: Path) -> None:
-    prov = {**environment.provenance(), "command": "python benchmarks/suites/bench_tree.py"}
+    prov = {**result_csv.source(), "command": "python benchmarks/suites/bench_tree.py"}
     for times in (2.0, 2.2, 3.0):
         ratio = {"times_as_fast_as_stock": times, "times_min": times - 0.2, "times_max": times}
         of = {"examples_tokens": 8, "problem_tokens": 4, "problems": 2, "samples": 2}
         measured = {"seconds": 1.0, "seconds_min": 1.0, "seconds_max": 1.0, "tok_s": 2.0}
         row = {**of, "system": "relay-2-levels", **measured, **ratio, "logprob_rms": ""}
         row["steps_relayed"] = 1
-        environment.write_csv(tmp_path / "tree.csv", [row], prov)
+        result_csv.write_csv(tmp_path / "tree.csv", [row], prov)
     report = assert_reported(tmp_path)
     # 3.0 against 2.2: apart by more than either's rounds
     assert "In 0 of 1 ratios to vLLM the range of the newest run alone overlaps" in report
@@ -186,7 +186,7 @@ def test_a_short_case_gets_more_rounds(
         asked.append(number)
         return [[number + 3]] * 2, [1] * 2
 
-    case = latin_square.Case({"requests": 2}, make_round)
+    case = latin_square.Workload({"requests": 2}, make_round)
     both = {key: started[key] for key in ("stock-no-caching", "stock")}
     for min_seconds, rounds in ((0, 2), (1e-9, 2), (1e9, latin_square.MOST_ROUNDS)):
         asked.clear()
@@ -230,10 +230,10 @@ def test_requests_that_do_not_fit_are_refused(started: dict[str, Engine]) -> Non
 
 def test_a_check_that_sees_nothing_is_no_check(started: dict[str, Engine]) -> None:
     """Attention in the place of the engine that skips it."""
-    case = latin_square.Case({"requests": 1}, lambda number: ([[number + 3, 7, 9]], [4]))
+    case = latin_square.Workload({"requests": 1}, lambda number: ([[number + 3, 7, 9]], [4]))
     both = {"stock": started["stock"], "no-attention": started["stock-no-caching"]}
     (said,) = latin_square.compare(both, case, 1).wrong()
-    assert said.startswith("no attention at all") and "answers do not tell" in said
+    assert said.startswith("no attention at all") and "does not detect" in said
     assert (
         latin_square.compare({**both, "no-attention": started["no-attention"]}, case, 1).wrong()
         == []
@@ -243,7 +243,7 @@ def test_a_check_that_sees_nothing_is_no_check(started: dict[str, Engine]) -> No
 def test_words_that_were_planted_are_recognised() -> None:
     tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
     given = ["--document", "600", "--facts", "4", "--questions", "3", "5"]
-    prefix, cases = bench_needles.make_cases(tokenizer, bench_needles.parse(given))
+    prefix, cases = bench_needles.make_workloads(tokenizer, bench_needles.parse(given))
     prompts, lengths = cases[1].make_round(1)
     text = tokenizer.decode(prompts[0])
     asked = re.findall(r"The secret word of (\w+) is (\w+)", text)
@@ -262,7 +262,7 @@ def test_words_that_were_planted_are_recognised() -> None:
     assert cases[1].right([answer(prompts[0], "no word of ours"), *answers[1:]]) == 4
     # too short for a fact
     with pytest.raises(SystemExit, match="hold no fact"):
-        bench_needles.make_cases(tokenizer, bench_needles.parse(["--document", "8"]))
+        bench_needles.make_workloads(tokenizer, bench_needles.parse(["--document", "8"]))
 
 
 def test_two_runs_are_pooled_by_case() -> None:

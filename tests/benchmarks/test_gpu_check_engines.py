@@ -244,7 +244,7 @@ def test_decode_is_timed_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     settings = (("enforce_eager", True), ("additional_config", {"relay": {"min_saved_tokens": 0}}))
     settings += (("dtype", "float32"),)
     systems = [
-        engine.System(name, backend, "v1", settings, graphs=False)
+        engine.EngineSetup(name, backend, "v1", settings, graphs=False)
         for name, backend in (("stock", "CPU_ATTN"), ("relay", "RELAY"))
     ]
     left_out = engine.run_model(

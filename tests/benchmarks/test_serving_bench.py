@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.suites import bench_serving
 from tests.benchmarks.reports import assert_reported, read
-from vllm_relay.serving.serving import WrongAnswers
+from vllm_relay.serving.agreement import WrongAnswers
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -18,7 +18,7 @@ def test_wrong_answers_give_no_speed(
     def compare(*_: Any, **__: Any) -> None:
         raise WrongAnswers("relay [/is off]: no speed is reported")  # as logs have it: no markup
 
-    monkeypatch.setattr(bench_serving.serving, "compare", compare)
+    monkeypatch.setattr(bench_serving.comparison, "compare", compare)
     monkeypatch.setattr("tempfile.tempdir", str(results))  # logs stay
     options = "--prefix-tokens 300 --systems stock relay --save --model"
     assert bench_serving.main([*options.split(), str(model)]) == 1

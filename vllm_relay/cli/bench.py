@@ -140,8 +140,8 @@ def bench(
     shown = Console(**PLAIN)
     gains.show(shown, "Serving with and without relay (medians of rounds)", rows, bound)
     shown.print(
-        f"{source['device']}, {source['cores']} cores; vLLM {source['vllm']}, PyTorch {source['torch']}, "
-        f"vllm-relay {source['vllm_relay']}; {source['date']}",
+        "{device}, {cores} cores; vLLM {vllm}, PyTorch {torch}, vllm-relay {vllm_relay}; "
+        "{date}".format(**source),
         soft_wrap=True,
     )
 

@@ -130,7 +130,7 @@ class Process:
                 os.killpg(self._child.pid, number)
 
     def stop(self) -> None:
-        """Sends SIGINT to the child (it ends its workers), then SIGTERM and SIGKILL to its group."""
+        """SIGINT to the child, which ends its workers; then SIGTERM and SIGKILL to its group."""
         try:
             self._child.send_signal(signal.SIGINT)
             self._wait_group(GRACE[0])
