@@ -126,7 +126,7 @@ def measure_ceilings(watch: Stopwatch) -> Ceilings:
 
 
 @dataclass(frozen=True)
-class Shape:
+class DecodeStep:
     """One decode step of one layer: each of `batch` requests brings one token.
 
     Attributes:

@@ -20,6 +20,7 @@ from benchmarks.suites import (
     bench_fewshot,
     bench_needles,
     bench_throughput,
+    bench_tree,
 )
 from tests.benchmarks.reports import assert_checked, assert_reported, read
 from tests.engine.engine import SMOLLM2
@@ -34,7 +35,7 @@ def started(model: Path) -> Iterator[dict[str, Engine]]:
     """Four systems and their ceiling, which relay whatever saves a read."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        keys = (*FOUR, "no-attention")
+        keys = (*FOUR, "no-attention", "relay-1-level")
         with engines.engines(
             model, keys, Limits(1024, 8), prefixes=[PREFIX], settings={"min_saved_tokens": 0}
         ) as found:
@@ -47,10 +48,12 @@ def shared(started: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
 
     @contextmanager
     def found(model: Any, keys: Any, *_: Any, **__: Any) -> Iterator[dict[str, Engine]]:
-        yield {key: started[key] for key in keys}
+        # "relay" finds as many levels as there are: here two
+        yield {key: started["relay" if key == "relay-2-levels" else key] for key in keys}
 
     for module in (latin_square, bench_decode):
         monkeypatch.setattr(module, "engines", found)
+    monkeypatch.setattr(bench_tree, "write_random_model", lambda folder, *heads: folder)
 
 
 @pytest.mark.parametrize(
@@ -59,8 +62,13 @@ def shared(started: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
         (bench_throughput, "--prefix 64 256 --mix 8 4 --requests 4 --repeats 1", 4 * 4),
         (bench_fewshot, "--examples 0 3 --subjects 2 --questions 2 --steps 3 --repeats 1", 2 * 4),
         (bench_needles, "--document 400 --facts 3 --questions 1 2 --steps 4 --repeats 1", 2 * 5),
+        (
+            bench_tree,
+            "--examples 512 --problem 0 256 --problems 2 --samples 4 --steps 3 --repeats 1",
+            2 * 4,
+        ),
     ],
-    ids=["throughput", "fewshot", "needles"],
+    ids=["throughput", "fewshot", "needles", "tree"],
 )
 def test_it_measures_every_system_and_the_report_shows_it(
     script: Any, options: str, count: int, results: Path, shared: None

@@ -246,9 +246,10 @@ def record_servers(
         options.append(more | {"system": system})
         return served(label, bench_seconds=bench_seconds)
 
-    def build(model: Path, prompt: Path, *rest: Any, **more: Any) -> Path:
+    def build(model: Path, output: Path, given: list[str], **more: Any) -> Path:
         assert len(started) == 2  # it does not compute beside a server that is measured
-        return prompt
+        assert given[0] == "--system-prompt" and output.suffix == ".relay"
+        return Path(given[1])
 
     monkeypatch.setattr(demo, "run_server", start)
     monkeypatch.setattr(demo, "build_system_kv", build)

@@ -1,7 +1,6 @@
 """gpu_check without a GPU: arguments, rows, arithmetic, judgement, and what runs on a CPU."""
 
 import csv
-import os
 import subprocess
 import sys
 import time
@@ -248,15 +247,6 @@ def test_the_last_line_names_what_a_part_that_was_ended_had_written(
     monkeypatch.setattr(gpu_check, "run_processes", ended)
     found = gpu_check.drive("op", Namespace(out=tmp_path))
     assert found == ["missed: slow (MISSED: b)", "ended before its last case"]
-
-
-@pytest.mark.slow
-def test_our_kernels_under_the_interpreter() -> None:
-    cases = Path(__file__).with_name("interpreted_gpu_check.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)]
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:]
 
 
 @pytest.mark.gpu

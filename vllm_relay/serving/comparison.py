@@ -181,7 +181,7 @@ def compare(
                     servers[key], client or {}, load, seed,
                     lambda doing, where=where: report(f"{where}: {doing}"),  # type: ignore[misc]
                 )  # fmt: skip
-                row = {"rate": load.rate, "round": number, "system": key}
+                row: dict[str, Any] = {"rate": load.rate, "round": number, "system": key}
                 row |= {"requests": int(found.pop("completed")), "tokens": load.tokens}
                 row |= {name: round(value, 5) for name, value in found.items()}
                 row["logprob_rms"] = round(distances[key].rms, 5)

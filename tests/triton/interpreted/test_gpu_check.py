@@ -1,4 +1,7 @@
-"""Pieces of gpu_check that run our Triton kernels, under the interpreter; see test_gpu_check.py."""
+"""gpu_check's cases with relay's Triton kernels: right plans pass, planted errors do not.
+
+They need Triton's interpreter: TRITON_INTERPRET=1, set from outside.
+"""
 
 import pytest
 import torch
