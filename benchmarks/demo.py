@@ -4,7 +4,7 @@
 
 Each backend gets a real `vllm serve`, the same chat requests and the same `vllm bench serve`. A
 third server starts with the KV of the system prompt, from a file that `vllm-relay build` makes.
-What is then printed comes from `benchmarks/demo_tables.py`.
+`benchmarks/report/demo_tables.py` prints the results.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from vllm_relay.serving.processes import ended_in_order, serving
 
 # `vllm bench serve` says nothing new about the third server: it may take this many seconds there.
 BENCH_LIMIT = 60.0
-# Of every server, and of the build of the system KV. Compiling takes a minute or more per server on
+# Every server and the build of the system KV. Compiling takes a minute or more per server on
 # two cores and leaves attention as it is.
 ENGINE_FLAGS = ["--enforce-eager", "--max-model-len", "8192"]
 SYSTEM_KV_FLAG = "--additional-config.relay.system_kv"
@@ -81,7 +81,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def run_all(args: argparse.Namespace, folder: Path, console: Console) -> list[Run]:
-    """Run every server in turn: one per backend, then the second again with a system KV."""
+    """Runs one server per backend, then the second again with a system KV."""
     tokenizer = Tokenizer.from_file(str(model_path() / "tokenizer.json"))
     system = licence_prompt(tokenizer, args.prompt_tokens)
     runs: list[Run] = []
@@ -224,7 +224,7 @@ def sharing_line(log: str) -> str | None:
 
 
 def system_kv_lines(log: str) -> tuple[str, ...]:
-    """What the log says of system KVs: the tokens pinned of each, without its path; the rate."""
+    """Log messages on system KV: pinned tokens of each file, without its path; the load rate."""
     pattern = r"relay: (system KV .+? tokens pinned in \d+ blocks?|wrote \d+ system KV.* GB/s)"
     return tuple(re.findall(pattern, log))
 

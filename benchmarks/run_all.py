@@ -1,4 +1,4 @@
-"""Every benchmark of the report, one after the other, then the report.
+"""Runs every suite of the report one after the other, then writes the report.
 
     python benchmarks/run_all.py            (`make bench`; --full is `make bench-full`)
 
@@ -23,7 +23,7 @@ from vllm_relay.serving.processes import ended_in_order
 
 @dataclass(frozen=True)
 class Run:
-    """Of one benchmark: options on the small grid (None: not there) and on the whole one."""
+    """One run of a suite: options on the small grid (None: left out) and on the whole grid."""
 
     name: str
     small: str | None

@@ -1,7 +1,6 @@
 """Parts ``engine-8b``, ``engine-7b``: decode throughput of engines on the shapes of real models.
 
 Weights are dummies: the answers mean nothing, and the part ``parity`` is the check of exactness.
-Not yet run on a GPU.
 """
 
 import statistics
@@ -51,7 +50,7 @@ COLUMNS = (
 )
 BAR_SHARED, BAR_NO_SHARING = 3.0, 0.98
 NOT_CHECKED = "dummy weights: answers prove nothing, part parity does"
-# What starting an engine of this size and one case take.
+# Seconds to start an engine of this size and run one case.
 ENGINE_SECONDS = 120.0
 OWN, WINDOWS, STEPS = 256, 5, 32
 # Tokens of each request before the first window: by then relay plans every step that shares.
@@ -100,7 +99,7 @@ def make_case(
 def spec_of(
     system: EngineSetup, model: Path, cases: list[Row], cuda: bool = True
 ) -> dict[str, Any]:
-    """What `engine_process` is told. Without `cuda`: the CPU's settings, for tests of this part."""
+    """Spec for `engine_process`; without `cuda` with CPU settings, for tests of this part."""
     longest = max(case["shared"] + case["own"] + case["limit"] for case in cases)
     engine: dict[str, Any] = {
         "model": str(model),

@@ -1,6 +1,6 @@
-"""What is done to vLLM inside the process of an engine, before the engine is made.
+"""Patches of vLLM inside an engine's process, applied before the engine is made.
 
-Each function patches classes of vLLM or of ours in place. Not yet run on a GPU.
+Each function patches classes of vLLM or of ours in place.
 """
 
 import functools

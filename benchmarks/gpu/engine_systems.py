@@ -1,4 +1,4 @@
-"""What the parts ``engine-8b`` and ``engine-7b`` serve, and how."""
+"""Models and engine setups of the parts ``engine-8b`` and ``engine-7b``."""
 
 from dataclasses import dataclass
 from typing import Any

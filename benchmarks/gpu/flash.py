@@ -1,7 +1,4 @@
-"""vLLM's FlashAttention over a `Batch`, called as vLLM's backend and as relay's call it.
-
-Not yet run on a GPU.
-"""
+"""vLLM's FlashAttention over a `Batch`, called as vLLM's backend and as relay's call it."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""FlashAttention as relay calls it, output and LSE against float64. Not yet run on a GPU."""
+"""FlashAttention as relay calls it, output and LSE against float64."""
 
 from dataclasses import replace
 from typing import Any

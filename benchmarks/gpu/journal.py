@@ -1,4 +1,4 @@
-"""Where results go: one CSV per part, a row per finished case, and a clock that stops in time."""
+"""Result CSV of a part, a row per finished case, and the clock that ends the part in time."""
 
 import csv
 import os
@@ -153,7 +153,7 @@ def describe(error: BaseException) -> str:
 
 
 def _device_answers() -> bool:
-    """Whether the device still works; a sticky CUDA error makes every later call fail."""
+    """True if the device still works; a sticky CUDA error fails every later call."""
     if torch.cuda.is_available():
         try:
             torch.cuda.synchronize()

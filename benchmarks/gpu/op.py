@@ -5,7 +5,7 @@ alone), against the faster of "stock" (FlashAttention 3 chooses its splits) and 
 splits and a schedule made before, as in vLLM's graphs).
 
 Each system runs as one CUDA graph, with the L2 cache flushed and not; its answer is checked against
-float64 in the same run, and a wrong one has no time. Not yet run on a GPU.
+float64 in the same run, and a wrong one has no time.
 """
 
 from collections.abc import Callable, Iterator
@@ -61,11 +61,11 @@ SHARED = (
     (64, 512, 512),
     (8, 1024, 512),
 )
-# What the issue asks for at the first of them with 32/8 heads x 128, L2 flushed.
+# Bars at the first of them with 32/8 heads x 128, L2 flushed.
 BAR = DecodeStep(*SHARED[0])
 BAR_ROOFLINE, BAR_STOCK = 1.25, 8.0
 STOCKS = ("stock", "stock-graphs")
-# What of relay the bars are judged on.
+# Systems that the bars are judged on.
 JUDGED = {"relay": "plan and attention", "relay-layer": "attention"}
 # Systems that compile for minutes in their first case.
 COMPILED = ("flashinfer",)
@@ -101,7 +101,7 @@ def exact_shared(batch: Batch, shape: DecodeStep) -> Tensor:
 
 
 class Bench:
-    """What the cases of one run share: watch, ceilings, the newest batch, stock's times."""
+    """State shared by the cases of one run: watch, ceilings, newest batch, stock's times."""
 
     def __init__(self, replays: int) -> None:
         self.replays = replays
@@ -205,7 +205,7 @@ def cases(quick: bool) -> Iterator[Case]:
     for names in (own, COMPILED):
         for shape in compared:
             for name in names:
-                # Of one request nothing can be shared: the backend runs vLLM's own call.
+                # One request shares nothing: the backend runs vLLM's own call.
                 alone = name not in STOCKS and shape.batch == 1
                 if not alone and (shape.shared or not SYSTEMS[name][1]):
                     waits = name in COMPILED and name not in bench.compiled

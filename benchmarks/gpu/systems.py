@@ -1,4 +1,4 @@
-"""The systems that part ``op`` compares, each made ready for a batch. Not yet run on a GPU."""
+"""The systems that part ``op`` compares, each made ready for a batch."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Chats about one long system prompt: what is asked, how it is sent, how answers compare."""
+"""Chats under one long system prompt: questions, requests, agreement of answers."""
 
 import asyncio
 import time
@@ -48,8 +48,7 @@ TOPICS = (
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """One chat answer: its text, its token ids, and per token the log-probability (nats) and the
-    lead of the chosen token over the second best."""
+    """One chat answer: text, token ids, and per token the log-probability and the lead (nats)."""
 
     text: str
     tokens: tuple[str, ...]
@@ -59,7 +58,7 @@ class ChatAnswer:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How close two sets of answers to the same questions are.
+    """Agreement of two sets of answers to the same questions.
 
     `partings` maps the index of an answer to the index of its first differing token; `mean` and
     `largest` are over the differences of log-probabilities (nats) up to there, see `agreement`.
@@ -105,14 +104,16 @@ def parting(first: ChatAnswer, second: ChatAnswer) -> int | None:
 
 
 def lead(first: ChatAnswer, second: ChatAnswer, at: int) -> float:
-    """How far the model preferred its token where two answers part: near 0 for a tie."""
+    """Lead (nats) of the chosen token where two answers part; near 0 for a tie."""
     return (first if at < len(first.leads) else second).leads[at]
 
 
 def agreement(first: list[ChatAnswer], second: list[ChatAnswer]) -> Agreement:
-    """Compare answers pair by pair. Up to a parting both models saw the same text, so their
-    log-probabilities compare; the token they part at counts with its lead, so that answers which
-    part at once and for no close call are far apart, not unknown."""
+    """Agreement of answers, pair by pair.
+
+    Up to the parting both models saw the same text, so log-probabilities compare. The token where
+    they part counts with its lead: answers that part at once, not by a tie, are far apart.
+    """
     partings, differences = {}, []
     for i, (a, b) in enumerate(zip(first, second, strict=True)):
         at = parting(a, b)

@@ -1,5 +1,4 @@
-"""What can be had at most: of the machine, measured in the run that it is compared with, and by
-theory."""
+"""Ceilings: matrix-product rate and memory reads of this machine, and the papers' theory."""
 
 import statistics
 import time
@@ -13,7 +12,7 @@ _BYTES = 256 << 20
 
 
 def median_seconds(call: Callable[[], Any], rounds: int = 9) -> float:
-    """Of a call, after one to warm up."""
+    """Median seconds of a call, after one warm-up."""
     call()
     taken = []
     for _ in range(rounds):
@@ -36,10 +35,10 @@ def read_rate() -> float:
 
 
 def theoretical_speed_up(requests: int, prefix: int, context: int) -> float:
-    """Of attending to a prefix once for all requests, each with a context of its own.
+    """Speed-up of attending to a prefix once for all requests, by RelayAttention's eq. 10.
 
-    RelayAttention's eq. 10 (arXiv 2402.14808): tokens read by attention of each request's whole
-    sequence, over those read when the prefix is read once, where memory is all that takes time. The
-    constants are queries, outputs and the fusion's operands.
+    Source: arXiv 2402.14808. Tokens read when each request reads its whole sequence, over tokens
+    read when the prefix is read once; memory alone takes time. The constants are queries, outputs
+    and the operands of the fusion.
     """
     return (prefix + context + 2) / (prefix / requests + context + 7)

@@ -1,4 +1,4 @@
-"""How `bench_attention.py`'s rows become figures, tables and ratios of the report."""
+"""Figures, tables and speed-ups of `bench_attention.py`."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def draw_theory(rows: list[Row], path: Path) -> None:
         f"{row['requests']} requests with {row['context_tokens']} tokens of context each; ours: "
         f"{row['query_heads']}/{row['kv_heads']} heads of {row['head_size']}",
         "tokens of the prefix",
-        "times as fast (median; least to most)",
+        "speed-up (median; min to max)",
     )
     axes.plot(
         [x["prefix_tokens"] for x in rows if x["caches"] == row["caches"]],
@@ -91,7 +91,7 @@ def draw_kernels(rows: list[Row], path: Path) -> None:
             )  # fmt: skip
         axes.set_xticks(range(len(shapes)), [f"{a}/{b} heads of {c}" for a, b, c in shapes])
         axes.set_title(f"{of_part[0]['part'].capitalize()}, {case} tokens", fontsize="medium")
-        axes.set_ylabel(f"{name} (median; least to most)")
+        axes.set_ylabel(f"{name} (median; min to max)")
         axes.set_ylim(0, 1.45 * max(most))
         axes.legend(frameon=False, fontsize="small", ncols=2)
     figure.savefig(path, dpi=150)

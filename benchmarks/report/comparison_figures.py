@@ -1,4 +1,4 @@
-"""How the rows of the comparisons of systems become figures, tables and ratios of the report."""
+"""Figures, tables and speed-ups of the suites that compare systems."""
 
 import math
 import statistics
@@ -27,7 +27,7 @@ MEASURED = "system"
 
 
 def case_ratios(rows: list[Row]) -> list[Ratio]:
-    """Of what `latin_square.Measured.rows` wrote."""
+    """Speed-ups in rows of `latin_square.Measured.rows`."""
     return [
         Ratio(
             ", ".join(
@@ -46,7 +46,7 @@ def case_ratios(rows: list[Row]) -> list[Ratio]:
 
 
 def cases_table(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    """Of what `latin_square.Measured.rows` wrote."""
+    """Markdown table of rows of `latin_square.Measured.rows`."""
     right = ["right"] if any(row.get("right") not in (None, "") for row in rows) else []
     return table(
         [*(x.replace("_", " ") for x in columns), *latin_square.HEADINGS, *right],
@@ -103,7 +103,7 @@ def tree(rows: list[Row], path: Path) -> str:
 def serving(rows: list[Row], path: Path) -> str:
     row = rows[0]
     title = f"{row['dataset']}: a prefix of {row['prefix_tokens']:,} tokens"
-    what = "latency over tokens, s (mean; least to most)"
+    what = "latency per token, s (mean; min to max)"
     swept = [x for x in rows if not math.isinf(x["rate"])]
     figure, axes = axes_of(title, "requests per second (Poisson)" if swept else "", what)
     for place, (key, mine) in enumerate(by_system(swept or rows).items()):
@@ -121,13 +121,15 @@ def serving(rows: list[Row], path: Path) -> str:
         axes.axhline(row["bound_s"], color="0.8", linewidth=0.8, zorder=0)
     finish(figure, axes, path, log=bool(swept))
     text = table(gains.HEADINGS, map(gains.cells, gains.summary(rows)))
-    text += f"\n{gains.legend(rows)} Who needs twice the bound is not asked for higher rates.\n"
+    text += (
+        f"\n{gains.legend(rows)} Systems that miss the bound twofold are skipped at higher rates.\n"
+    )
     held = [f"- {line}" for line in gains.held_lines(rows, row["bound_s"])]
     if held:
         seconds = statistics.median(row["requests"] / row["rate"] for row in swept)
         text += (
-            f"\nThe highest rate of the sweep, each kept up for about {seconds:.0f} s, up to which "
-            "latency over tokens stays\n\n"
+            f"\nHighest rate of the sweep, each held for about {seconds:.0f} s, with the latency per "
+            "token\n\n"
         )
     return text + "\n".join([*held, ""])
 
@@ -148,7 +150,7 @@ def serving_ratios(rows: list[Row]) -> list[Ratio]:
 
 
 def decode(rows: list[Row], path: Path) -> str:
-    """A step by the length of the prefix, and the least that attention to the prefix adds."""
+    """Step time by prefix length, with the ceilings."""
     usual = (rows[0]["requests"], rows[0]["own_tokens"])
     swept = [row for row in rows if (row["requests"], row["own_tokens"]) == usual]
     swept.sort(key=lambda row: row["shared_tokens"])
@@ -158,7 +160,7 @@ def decode(rows: list[Row], path: Path) -> str:
         f"{row['requests']} requests with {row['own_tokens']} tokens each, {row['layers']} layers, "
         f"{row['query_heads']}/{row['kv_heads']} heads of {row['head_size']}",
         "tokens of the shared prefix",
-        "milliseconds per decode step (median; least to most)",
+        "milliseconds per decode step (median; min to max)",
     )
     for key in ("stock", "relay"):
         name = f"{key}_step_ms"
@@ -176,7 +178,7 @@ def decode(rows: list[Row], path: Path) -> str:
     least = [x["no_attention_step_ms"] + x["prefix_ms_at_gemm_rate"] for x in swept]
     axes.plot(
         lengths, least, color="black", linestyle=":",
-        label="… and the prefix as a matrix product",
+        label="no attention + prefix at matrix-product rate",
     )  # fmt: skip
     axes.xaxis.set_major_formatter("{x:,.0f}")
     finish(figure, axes, path)
@@ -217,7 +219,7 @@ def decode_ratios(rows: list[Row]) -> list[Ratio]:
 
 
 def system_kv(rows: list[Row], path: Path) -> str:
-    """Time to the first token with and without a file, and what loading it costs."""
+    """Time to first token with and without a file, and the rate of loading it."""
     timed = [row for row in rows if row["ttft_s"] != ""]
     cases = list(dict.fromkeys(row["what"] for row in timed))
     of = {
@@ -229,7 +231,7 @@ def system_kv(rows: list[Row], path: Path) -> str:
     figure, axes = axes_of(
         f"A system prompt of {tokens:,} tokens",
         "",
-        "time to first token, s (median; least to most)",
+        "time to first token, s (median; min to max)",
     )
     for place, file in enumerate(("without", "with")):
         middle, bounds = medians([of[what, file] for what in cases])

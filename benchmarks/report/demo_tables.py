@@ -1,8 +1,6 @@
-"""What the demo prints about its servers, and its CSV rows.
+"""Output of the demo: answers, agreement and speed of its servers, and its CSV rows.
 
-`benchmarks/demo.py` makes one `Run` per server; here the runs are compared and shown: the answers
-side by side, how closely they agree, how fast they came. The first run is the one that the others
-are compared with.
+`benchmarks/demo.py` makes one `Run` per server. The first run is the baseline.
 """
 
 import argparse
@@ -16,9 +14,9 @@ from rich.text import Text
 from benchmarks.harness.chat import Agreement, ChatAnswer, agreement, lead
 
 SHOWN = 6  # answers printed in full
-# What rounding alone makes of this bf16 model's log-probabilities, should the control show less.
-ROUNDING = 0.03  # nats
-# Of the result of `vllm bench serve`: its key, our CSV column, the title in the table.
+# Effect of rounding on this bf16 model's log-probabilities (nats), should the control show less.
+ROUNDING = 0.03
+# Key in the result of `vllm bench serve`, CSV column, title in the table.
 BENCH_METRICS = (
     ("median_ttft_ms", "ttft_median_ms", "TTFT, median (ms, lower is better)"),
     ("median_tpot_ms", "tpot_median_ms", "TPOT, median (ms, lower is better)"),
@@ -28,7 +26,7 @@ BENCH_METRICS = (
 
 @dataclass(frozen=True)
 class Run:
-    """What one server did.
+    """Result of one server.
 
     Attributes:
         label: its name in tables, no two alike.
@@ -76,9 +74,9 @@ def show_answers(console: Console, asked: list[str], runs: list[Run]) -> None:
 
 
 def show_agreement(console: Console, runs: list[Run]) -> bool:
-    """How close the answers of the others are to those of the first; whether all are close enough.
+    """Prints the agreement of all servers with the first; returns True if all are close enough.
 
-    Close enough is twice as far as the first server is from itself.
+    The limit is twice the distance of the first server from itself.
     """
     first, *others = runs
     control = agreement(first.answers, first.again)
@@ -108,7 +106,7 @@ def show_agreement(console: Console, runs: list[Run]) -> bool:
 
 
 def show_partings(console: Console, first: Run, other: Run, found: Agreement) -> None:
-    """Where answers part, and how close a call it was there."""
+    """Prints where answers part, and the lead of the chosen token there."""
     places = []
     for i, at in found.partings.items():
         ahead = lead(first.answers[i], other.answers[i], at)

@@ -1,4 +1,4 @@
-"""How the report's figures look: systems keep their colours, and every point has its spread."""
+"""Style of the report's figures: a colour per system, error bars on every point."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -46,7 +46,7 @@ def close(figure: Any) -> None:
 
 
 def finish(figure: Any, axes: Any, path: Path, *, log: bool = False) -> None:
-    """Write the file; ``log``: where one system would press all others to the floor."""
+    """Writes the file; ``log``: logarithmic y axis, where systems differ by orders of magnitude."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     if log:
@@ -56,14 +56,14 @@ def finish(figure: Any, axes: Any, path: Path, *, log: bool = False) -> None:
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.set_ylim(bottom=0)
-    # Outside: bars and lines leave no corner that is always free.
+    # Outside: no corner is free in every figure.
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize="small")
     figure.savefig(path, dpi=150)
     close(figure)
 
 
 def by_system(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """In the order of `SYSTEMS`, whoever went first."""
+    """Rows per system, in the order of `SYSTEMS`."""
     found: dict[str, list[Row]] = {key: [] for key in SYSTEMS}
     for row in rows:
         found[row["system"]].append(row)
@@ -79,7 +79,7 @@ def spread(rows: Sequence[Row], middle: str, least: str, most: str) -> list[list
 
 
 def medians(taken: Sequence[Sequence[float]]) -> tuple[list[float], list[list[float]]]:
-    """Of several series of rounds: their medians, and error bars downwards and upwards."""
+    """Medians of several series, and their error bars downwards and upwards."""
     middle = [statistics.median(x) for x in taken]
     return middle, [
         [m - min(x) for m, x in zip(middle, taken, strict=True)],
@@ -88,8 +88,8 @@ def medians(taken: Sequence[Sequence[float]]) -> tuple[list[float], list[list[fl
 
 
 def lines(rows: Sequence[Row], x: str, path: Path, title: str, x_label: str) -> None:
-    """Seconds of each system against a column, with the least and the most of the rounds."""
-    figure, axes = axes_of(title, x_label, "seconds for all (median; least to most)")
+    """Seconds of each system against a column, with the range of the rounds."""
+    figure, axes = axes_of(title, x_label, "seconds for all (median; min to max)")
     for key, mine in by_system(rows).items():
         axes.errorbar(
             [row[x] for row in mine],
@@ -106,8 +106,8 @@ def lines(rows: Sequence[Row], x: str, path: Path, title: str, x_label: str) -> 
 
 
 def bars(rows: Sequence[Row], x: str, path: Path, title: str, x_label: str) -> None:
-    """Times vLLM of each system, in groups by a column."""
-    figure, axes = axes_of(title, x_label, "times as fast as vLLM (median; least to most)")
+    """Speed-up of each system over vLLM, grouped by a column."""
+    figure, axes = axes_of(title, x_label, "speed-up over vLLM (median; min to max)")
     groups = list(dict.fromkeys(row[x] for row in rows))
     of = by_system(rows)
     width = 0.8 / len(of)

@@ -1,4 +1,4 @@
-"""Tables of the report, and the ratios that are taken from its cases."""
+"""Markdown tables, and the speed-up ratios of the report."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from benchmarks.harness.result_csv import Row
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as fast as vLLM with prefix caching relay is, in a case of a benchmark.
+    """Speed-up of a system over vLLM with prefix caching in one workload.
 
     Attributes:
-        case: in words. kind: why there is little to gain, where that can be told from the case.
+        case: the workload as text. kind: why there is little to gain; "" if nothing says so.
         system: label. times, least, most: median and range of the rounds.
     """
 
@@ -25,7 +25,7 @@ class Ratio:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """In Markdown; columns that begin with a word are aligned to the left."""
+    """Markdown table; columns with a cell that begins with a letter are aligned to the left."""
     lines = [[str(cell) for cell in row] for row in rows]
     marks = [
         "---" if any(cell[:1].isalpha() for cell in column) else "---:"
@@ -39,7 +39,7 @@ def shown(value: Any) -> str:
 
 
 def kind_of(row: Row) -> str:
-    """Why a case has little to gain, from the columns that tell it."""
+    """Reason why a workload has little to gain, from its columns; "" without one."""
     requests = row.get("questions" if "document_tokens" in row else "requests")
     shared = row.get("shared_tokens", row.get("prefix_tokens"))
     own = row.get("own_tokens", row.get("context_tokens"))

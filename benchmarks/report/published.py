@@ -1,4 +1,4 @@
-"""What the papers' authors measured: `published.csv`, in words of the report."""
+"""Measurements published in the papers (`published.csv`), as Markdown for the report."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from benchmarks.report.markdown import shown, table
 
 # The papers' published measurements.
 PUBLISHED = Path(__file__).with_name("published.csv")
-# Beside which figure each belongs, and what was measured with.
+# Figure -> measurement beside it, engine version of the authors.
 BESIDE = {
     "serving": ("ShareGPT, Poisson arrivals", "vLLM 0.2.6"),
     "throughput": ("ShareGPT, all at once", "vLLM 0.2.6"),
@@ -19,7 +19,7 @@ BESIDE = {
 
 
 def beside(figure: str) -> str:
-    """What the authors measured of the same, on their hardware: in Markdown, empty without any."""
+    """Markdown of the published measurements for a figure; "" without any."""
     if figure not in BESIDE:
         return ""
     of, version = BESIDE[figure]
@@ -33,7 +33,7 @@ def digits(values: Sequence[float]) -> int:
 
 
 def measurement(rows: list[Row], version: str) -> str:
-    """One of them; where contexts are known, eq. 10 is beside it."""
+    """Markdown table of one measurement; with eq. 10 where contexts are known."""
     unit, model = rows[0]["unit"], rows[0]["model"]
     used = [
         x for x in ("vllm", "vllm_prefix_sharing", "shared_attention", "no_attention")

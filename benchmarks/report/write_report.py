@@ -2,8 +2,8 @@
 
     python benchmarks/report/write_report.py [--results FOLDER] [--output FOLDER]
 
-Nothing is measured here: every number and every figure is of a CSV, which is named. Where there are
-earlier CSVs of the same command, ranges are of all, and the report says how far they are apart.
+Nothing is measured here: every number and figure comes from a CSV that the report names. With
+earlier CSVs of the same command the ranges cover all runs, and the report says how far they differ.
 """
 
 import argparse
@@ -22,14 +22,14 @@ from benchmarks.report.contents import SECTIONS, Section
 from benchmarks.report.markdown import Ratio, table
 from benchmarks.report.published import beside
 
-# Columns that say what a row is of.
+# Columns that identify the workload and the system of a row.
 CASE = (
     *("system", "examples", "subjects", "questions", "document_tokens", "prefix_tokens", "lengths"),
     *("examples_tokens", "problem_tokens", "problems", "samples", "requests", "shared_tokens"),
     *("own_tokens", "part", "case", "way", "query_heads", "kv_heads", "head_size", "threads"),
     "caches",
 )
-# Times vLLM: below it, relay is not said to help.
+# Speed-up below which relay is not said to help.
 HELPS = 1.05
 
 
@@ -44,8 +44,7 @@ def relative(path: Path, base: Path) -> str:
 
 
 def where_it_does_not_help(ratios: Sequence[tuple[str, Ratio]]) -> str:
-    """Of what was served: cases of kinds that have little to gain, whatever was found, and all
-    others that gained nothing."""
+    """Markdown: workloads with little to gain whatever was found, and others without a speed-up."""
     headings = ["benchmark", "case", "system", "times vLLM", "least to most"]
 
     def cells(name: str, ratio: Ratio) -> list[str]:
@@ -78,10 +77,10 @@ def earlier(
 
 
 def pooled(*runs: Sequence[Row]) -> list[Row]:
-    """The first run's rows with the spread of all: processes differ more than their rounds do.
+    """Rows of the first run with the range of all runs: processes differ more than their rounds.
 
-    Where rows are single rounds, those of all; else least and most are of all, and medians of the
-    first.
+    Rows that are single rounds are concatenated; otherwise min and max are of all runs, and
+    medians of the first.
     """
     if "round" in runs[0][0]:
         return [{**row, "round": (i, row["round"])} for i, run in enumerate(runs) for row in run]
@@ -97,12 +96,12 @@ def pooled(*runs: Sequence[Row]) -> list[Row]:
 
 
 def case_of(row: Row) -> tuple[Any, ...]:
-    """What was measured, by whom."""
+    """Identity of a row: workload and system."""
     return tuple(row.get(x) for x in CASE)
 
 
 def apart(section: Section, newest: Sequence[Row], before: Sequence[Sequence[Row]]) -> str:
-    """How far a run is from those before it, in words."""
+    """Sentence on the distance of a run from the earlier ones; "" without ratios."""
     theirs = {(x.case, x.system): x for x in section.ratios(pooled(*before))}
     mine = section.ratios(list(newest))
     pairs = [(x, theirs[x.case, x.system]) for x in mine if (x.case, x.system) in theirs]
@@ -111,9 +110,9 @@ def apart(section: Section, newest: Sequence[Row], before: Sequence[Sequence[Row
     distances = [abs(x.times / y.times - 1) for x, y in pairs]
     overlap = sum(x.least <= y.most and y.least <= x.most for x, y in pairs)
     return (
-        f" In {overlap} of {len(pairs)} ratios to vLLM the range of the newest run alone overlaps "
-        f"that of what was measured before; medians are {statistics.median(distances):.1%} apart "
-        f"(median of the ratios), {max(distances):.1%} at most."
+        f" In {overlap} of {len(pairs)} speed-ups the range of the newest run alone overlaps "
+        f"that of the earlier runs; medians are {statistics.median(distances):.1%} apart (median "
+        f"of the speed-ups), at most {max(distances):.1%}."
     )
 
 
@@ -124,13 +123,13 @@ def write(section: Section, paths: Sequence[Path], output: Path) -> tuple[str, l
     if found_before := earlier(section, newest, paths):
         before = [found for _, found in found_before]
         rows = pooled(newest, *before)
-        what = "These are the rounds" if "round" in newest[0] else "Least and most are"
+        what = "Rounds are" if "round" in newest[0] else "Min and max are"
         others = ", ".join(
             f"revision {found[0]['revision']} ([CSV]({relative(path, output)}))"
             for path, found in found_before
         )
         again = (
-            f"{what} of this run and of what the same command measured before: {others}."
+            f"{what} of this run and of earlier runs of the same command: {others}."
             f"{apart(section, newest, before)}\n\n"
         )
     figure = paths[0].with_name(f"{paths[0].stem}{section.suffix}.png")
@@ -178,24 +177,23 @@ def main(argv: list[str] | None = None) -> int:
     report = args.output / "REPORT.md"
     report.write_text(
         "# What relay brings, and where it does not help\n\n"
-        "Made by `python benchmarks/report/write_report.py` from the CSVs in `results/`, the newest of each "
-        "benchmark; `make bench` measures them anew. Systems take turns on the same prompts in "
-        'one run. "vLLM" alone is vLLM with prefix caching. Ratios are medians of pairs, with '
-        "the least and the most of the rounds; no speed is shown unless the answers agree, and "
-        "those of an engine without attention do not. Engines run eagerly, without "
-        "`torch.compile`, and on a machine with two cores vLLM computes on one. `make bench` "
-        "starts all of them with `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`: with their memory in "
-        "huge pages it matters less where it lies. Where the papers' authors published what "
-        "they measured, it stands beside ours: on other hardware, with other models and vLLM "
-        "0.2, only the shape can be compared. Where a command was run more than once the ranges "
-        "are of all its runs, and how far the newest is from those before it is said; of two "
-        "equal runs with three rounds each, one range in ten would not overlap the other.\n\n"
+        "Written by `python benchmarks/report/write_report.py` from the newest CSV of each suite in "
+        "`results/`; `make bench` measures them anew. Systems run interleaved on the same prompts. "
+        'The baseline "vLLM" is vLLM with prefix caching. Speed-ups are medians of pairs, with the '
+        "range of the rounds. No speed is shown unless the answers agree; those of the engine "
+        "without attention must not. Engines run eagerly, without `torch.compile`; on a machine "
+        "with two cores vLLM computes on one. `make bench` starts all engines with "
+        "`GLIBC_TUNABLES=glibc.malloc.hugetlb=1`: in huge pages the place of their memory matters "
+        "less. Measurements published in the papers stand beside ours: on other hardware, with "
+        "other models and vLLM 0.2, only the shape compares. For commands run more than once the "
+        "ranges cover all runs, and the report says how far the newest is from the earlier ones; "
+        "of two equal runs with three rounds each, one range in ten would not overlap.\n\n"
         f"{failed}{sections}"
         "## Where it does not help\n\n"
-        "First the kinds of cases in which sharing has little to gain, whatever was found. Where "
-        "the section says that no step was relayed both ran vLLM's attention, and a ratio is the "
-        "machine's noise. Where steps were relayed, what is gained is of sharing and of our kernel "
-        "for contexts together, which is faster than vLLM's.\n\n"
+        "First the kinds of workloads in which sharing has little to gain, whatever was found. "
+        "Without relayed steps both run vLLM's attention, and a ratio is measurement noise. With "
+        "relayed steps the speed-up includes that of relay's kernel for contexts, which is faster "
+        "than vLLM's.\n\n"
         f"{where_it_does_not_help(ratios).rstrip()}\n"
     )
     print(f"wrote {report.relative_to(ROOT) if report.is_relative_to(ROOT) else report}")

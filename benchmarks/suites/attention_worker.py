@@ -1,4 +1,4 @@
-"""What `bench_attention.py` runs inside the engine's worker."""
+"""Worker extension of `bench_attention.py`: times kernels on the engine's KV cache."""
 
 import statistics
 from collections.abc import Callable

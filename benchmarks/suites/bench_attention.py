@@ -1,13 +1,13 @@
-"""Attention kernels on a CPU: vLLM's, PyTorch's and ours, and what the machine can do at most.
+"""CPU attention kernels: vLLM's, PyTorch's and relay's, beside the ceilings of the machine.
 
     python benchmarks/suites/bench_attention.py --save
 
-Every way attends to the same KV blocks of a running engine, with cold caches, in turns; errors are
-against float32. Ceilings (PyTorch's bf16 matrix product, reading memory) are of the same run.
+All kernels attend to the same KV blocks of a running engine, interleaved, with cold caches; errors
+are against float32. The ceilings (PyTorch's bf16 matrix product, memory reads) are of the same run.
 
-Then whole steps, vLLM's attention and relay's in turns, with caches flushed and warm, beside what
-eq. 10 of the RelayAttention paper (arXiv 2402.14808) predicts: its own benchmark's 32 requests with
-128 tokens of context each, by the length of the prefix.
+Then whole steps of vLLM's attention and relay's, interleaved, with caches flushed and warm, beside
+the prediction of eq. 10 of the RelayAttention paper (arXiv 2402.14808): 32 requests with 128 tokens
+of context each, as in the paper's benchmark, by prefix length.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from vllm_relay.serving.processes import ended_in_order
 HEADS = [(16, 16, 128), (32, 8, 128), (9, 3, 64)]
 PREFIX = 8192
 RAGGED = sorted(random.Random(0).randint(1, 2048) for _ in range(32))
-# Requests' contexts and query tokens of each.
+# Context lengths of the requests, and query tokens of each.
 CONTEXTS = {
     "32 x 1,024": ([1024] * 32, 1),
     "32 x 64": ([64] * 32, 1),
@@ -47,10 +47,10 @@ CONTEXTS = {
     "8 x 1,024, 8 queries": ([1024] * 8, 8),
     "2 x 1,024, 256 queries": ([1024] * 2, 256),
 }
-# Of whole steps: requests and the context of each, as in the paper's benchmark.
+# Whole steps: requests and context tokens of each, as in the paper's benchmark.
 STEP = (32, 128)
 STEP_PREFIXES = (128, 256, 512, 1024, 2048, 4096, 8192)
-# Times the error of vLLM's own kernel, root mean square against float32.
+# Largest error accepted, as a multiple of the error of vLLM's kernel (rms against float32).
 WRONG = 3.0
 
 
@@ -101,7 +101,7 @@ def rows_of(
 def step_rows(
     prefix: int, heads: tuple[int, int, int], threads: int, measured: Any
 ) -> list[dict[str, Any]]:
-    """Of vLLM's attention and relay's on a whole step: a row for flushed caches, one for warm.
+    """CSV rows of a whole step, vLLM's attention against relay's: caches flushed, caches warm.
 
     ``unshared_ms``: relay's kernels, nothing shared; ``by_sharing``: times that in relay's.
     """

@@ -1,13 +1,12 @@
-"""Attention of the CPU engine with and without relay over a grid of steps: is it ever slower?
+"""Regret of the cost model over a grid of decode steps: is relay ever slower on this CPU?
 
     python benchmarks/suites/bench_choice.py --save
 
 Every point is one decode step: requests in groups that share a prefix, each with tokens of its own.
-Three ways are timed in turns, in the engine's own worker with cold caches, until the median of the
-ratio is known to about half a percent: vLLM's backend; relay's backend, which chooses by its cost
-model; and relay on every group that there is. Planning is not in these times (see
-`bench_planning.py`), nor is the copying of segments, which is done once steps have forgone as much
-as it costs.
+Three ways are timed in the engine's own worker, interleaved, with cold caches, until the median of
+the ratio is known to about 0.5 %: vLLM's backend; relay's backend with its cost model; and relay on
+every group. Planning is not in these times (see `bench_planning.py`), nor is the packing of
+segments, which is done once the regret of steps without it exceeds its cost.
 """
 
 import argparse
@@ -32,9 +31,9 @@ REQUESTS = (1, 2, 8, 32, 128)
 SHARED = (0, 512, 2048, 8192)
 OWN = (16, 2048)
 GROUPS = (1, 4, 16)
-# What every point has to reach, and how near the better of the two the choice has to be.
+# Bars: the least ratio at any point, and the distance of the choice from the better way.
 NEVER_SLOWER, NEAR_BEST = 0.98, 1.10
-# Rounding moves outputs by less; a wrong partial moves them by about as much as they are.
+# Relative difference of outputs: rounding gives less, a wrong partial about 1.
 AGREEMENT = 0.02
 
 

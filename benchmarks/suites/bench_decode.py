@@ -1,16 +1,15 @@
-"""Decode throughput of relay against vLLM's own backend: real engines, measured in turns.
+"""Decode throughput of relay against vLLM's own backend on real, interleaved engines.
 
     python benchmarks/suites/bench_decode.py --shared 8192 2048 0 --save
 
-Beside the cases with many requests under one prefix there are ``--also`` those in which relay has
-little to gain: one request alone, a short prefix, contexts much longer than the prefix.
+``--also`` adds workloads with little to gain: one request alone, a short prefix, contexts much
+longer than the prefix.
 
 The model has 4 layers, by default with 16 query and 16 KV heads of size 128 (attention weighs most
 in that shape), and random weights of realistic scale; ``--model`` takes a real one in its place.
-``--shared 0`` is a batch with nothing shared: what the plugin costs when it cannot help, and what
-throughput there would be without a prefix. Two ceilings are beside every measurement: an engine
-that skips attention (Hydragen's, arXiv 2402.05099), and the arithmetic of the prefix at the rate of
-a bf16 matrix product of the same run.
+``--shared 0`` is a batch with nothing shared: the plugin's overhead, and the throughput without a
+prefix. Every measurement has two ceilings: an engine that skips attention (Hydragen's, arXiv
+2402.05099), and the arithmetic of the prefix at the rate of a bf16 matrix product of the same run.
 """
 
 import argparse
@@ -45,7 +44,7 @@ KEYS = ("stock", "relay", "no-attention")
 
 
 def make_workload(requests: int, shared: int, own: int, steps: int) -> Workload:
-    """Requests under one prefix. They come again in every round: what is timed is decoding."""
+    """Requests under one prefix, the same in every round: only decode is timed."""
     rng = np.random.default_rng(shared)
     prefix = rng.integers(3, VOCABULARY, shared).tolist()
     prompts = [prefix + rng.integers(3, VOCABULARY, own).tolist() for _ in range(requests)]

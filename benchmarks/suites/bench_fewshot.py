@@ -1,11 +1,10 @@
-"""Few-shot questions on many subjects: the time to process all of them, by the number of examples.
+"""Few-shot questions on many subjects: time for all of them by number of examples.
 
     python benchmarks/suites/bench_fewshot.py --save
 
 The RelayAttention paper's (arXiv 2402.14808) table 3 in shape: 57 subjects, as MMLU has, each with
-examples that its questions share, k of them. Questions are made up here, as is what is asked in
-them; nothing is downloaded. Prefix caches are emptied before each round, so that those who compute
-the examples' KV compute it once per round.
+k examples that its questions share. Questions are made up here; nothing is downloaded. Prefix
+caches are emptied before each round, so that the KV of the examples is computed once per round.
 """
 
 import argparse
@@ -46,7 +45,7 @@ def question(subject: int, number: int) -> tuple[str, str]:
 
 
 def shared_text(subject: int, examples: int) -> str:
-    """What all questions of a subject begin with: with more examples it goes on."""
+    """Prefix of all questions of a subject; more examples extend it."""
     thing, place = THINGS[subject % len(THINGS)], PLACES[subject // len(THINGS) % len(PLACES)]
     text = f"The following are multiple choice questions about {thing} at the {place}.\n\n"
     for number in range(examples):

@@ -1,10 +1,9 @@
-"""Questions about one long document, asked all at once: the time, by their number.
+"""Questions about one long document, all at once: time by number of questions.
 
     python benchmarks/suites/bench_needles.py --text FILE --save
 
 Hydragen's (arXiv 2402.05099, section 4.3) task: facts are planted in a real text, and each question
-asks for one of them. Answers are checked where the model is able; the engine that skips attention
-is the ceiling.
+asks for one of them. Right answers are counted; the engine that skips attention is the ceiling.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""What planning costs: per step of a real engine, and by itself as batches grow.
+"""Planning time: per step of a real engine, and of the planner alone as batches grow.
 
     python benchmarks/suites/bench_planning.py --save
 
-First the planner alone, on block tables of growing size. Then an engine with ``--requests`` decodes
-below a tree of prefixes, with a clock around the plan of every step and around the step: as steps
-are, and choosing groups anew in each, as if every step changed the batch.
+First the planner alone, on block tables of growing size. Then an engine decodes ``--requests``
+requests under a tree of prefixes, with the plan of every step and the step itself timed: once with
+groups kept between steps, once with groups chosen anew, as if every step changed the batch.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from benchmarks.harness.terminal import add_heads, add_save
 from benchmarks.suites.planning_worker import costs_that_pay
 from vllm_relay.sharing import Planner, make_plan
 
-# Rows and columns of the tables of the first part; two prompts, each over half of the columns.
+# (requests, KV blocks) of the planner alone; two prompts share half of the blocks.
 SIZES = [(64, 64), (256, 64), (1024, 64), (256, 256), (256, 512), (1024, 512)]
 DOCUMENTS = 8
 BLOCK = 16

@@ -1,13 +1,13 @@
-"""Interactive serving: latency against the rate of requests, four real servers in one run.
+"""Interactive serving: latency by request rate, four real servers in one run.
 
     python benchmarks/suites/bench_serving.py --save
 
 After the RelayAttention paper's (arXiv 2402.14808) interactive workload: chats under one long
-system prompt, Poisson arrivals, `vllm bench serve` as the client; first everything at once, then
-rate by rate. All servers are up, one is at work at a time, and each gets the same prompts.
+system prompt, Poisson arrivals, `vllm bench serve` as the client; first all at once, then rate by
+rate. All servers are up, one at a time is under load, and each gets the same prompts.
 
-``--dataset`` takes the client's own prompts in their place: ``prefix_repetition`` (several
-prefixes) or ``random`` (one). No KV file holds their prefixes, which nobody knows beforehand.
+``--dataset`` uses the client's own prompts instead: ``prefix_repetition`` (several prefixes) or
+``random`` (one). Their prefixes are not known beforehand, so no KV file holds them.
 """
 
 import argparse
@@ -37,7 +37,7 @@ OWN = 64
 
 
 def chats(system: str, tokenizer: Any, args: argparse.Namespace, rate: float) -> Any:
-    """Makes the chats of a round at this rate: what they share is the system prompt."""
+    """Load factory: chats at this rate that share the system prompt."""
     count = requests_at(rate, args)
 
     def make(number: int) -> comparison.Load:
@@ -48,18 +48,18 @@ def chats(system: str, tokenizer: Any, args: argparse.Namespace, rate: float) ->
 
 
 def asked(count: int, mark: str) -> list[str]:
-    """Different questions, which differ from those with another mark."""
+    """Questions, all different, and different from those with another mark."""
     topics = questions(min(count, 96))
     return [f"{topics[i % len(topics)]} ({mark}, {i})" for i in range(count)]
 
 
 def requests_at(rate: float, args: argparse.Namespace) -> int:
-    """Requests that keep a rate up for a while; all at once as many as are to be served at once."""
+    """Number of requests: enough for ``--seconds`` at a rate, ``--requests`` if all at once."""
     return args.requests if math.isinf(rate) else max(2, math.ceil(rate * args.seconds))
 
 
 def dataset_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of ``vllm bench serve``; which prompts they make is up to the seed of a round."""
+    """Dataset options of ``vllm bench serve``; the seed of a round decides the prompts."""
     if args.dataset == "random":
         lengths = {"prefix-len": args.prefix_tokens, "input-len": OWN, "output-len": args.tokens}
         named = {f"random-{name}": value for name, value in lengths.items()}
@@ -109,8 +109,8 @@ def main(argv: list[str] | None = None) -> int:
         "--bound",
         type=float,
         default=0.1,
-        help="seconds per token, for the sustained rate; who needs twice as many is not measured "
-        "at the rates that follow",
+        help="seconds per token of the sustained rate; systems that miss it by 2x are skipped at "
+        "higher rates",
     )
     add_save(parser)
     args = parser.parse_args(argv)

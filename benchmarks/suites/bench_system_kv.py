@@ -1,4 +1,4 @@
-"""What an offline system KV brings, and what loading it costs.
+"""Time to first token with an offline system KV, and the time to load it.
 
     python benchmarks/suites/bench_system_kv.py --save
 
@@ -130,7 +130,7 @@ def load(args: argparse.Namespace, folder: Path, console: Console) -> list[Row]:
 
 
 def parts(file: Path) -> dict[str, Callable[[], int]]:
-    """What one core does with the bytes of a file; each returns how many it handled."""
+    """Single-core parts of a load: name -> function that returns the bytes it handled."""
     torch.set_num_threads(1)
     raw = file.read_bytes()
     source = torch.frombuffer(bytearray(raw), dtype=torch.uint8)

@@ -1,10 +1,9 @@
-"""Non-interactive throughput against the length of the system prompt, four systems in turns.
+"""Non-interactive throughput by length of the system prompt: four interleaved systems.
 
     python benchmarks/suites/bench_throughput.py --save
 
-As the RelayAttention paper's (arXiv 2402.14808) non-interactive and synthetic workloads: all
-requests are there at once; their user and generation lengths are those of conversations, or fixed
-mixes of (user, generation) tokens.
+The non-interactive and synthetic workloads of the RelayAttention paper (arXiv 2402.14808): all
+requests arrive at once, with user and generation lengths of conversations or of a fixed mix.
 """
 
 import argparse

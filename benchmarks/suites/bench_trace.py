@@ -1,9 +1,9 @@
-"""What the requests of a real trace share: `vllm-relay explain` at several sizes of the batch.
+"""Sharing in a real trace: `vllm-relay explain` at several batch sizes.
 
     python benchmarks/suites/bench_trace.py conversation_trace.jsonl --save
 
-Each row is one replay: by KV tokens read, which is what could be saved at most, and by the
-predicted time of this machine's attention, which is what relay would do here.
+Each row is one replay. Objective "reads" gives the most that sharing could save, "time" what relay
+would do on this machine by its predicted attention time.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""One level of sharing against two: examples for all, a problem for some, samples of each problem.
+"""One level of sharing against two: examples for all, problems for some, samples of each.
 
     python benchmarks/suites/bench_tree.py --save
 

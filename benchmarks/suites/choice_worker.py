@@ -1,4 +1,4 @@
-"""What `bench_choice.py` runs inside the engine's worker."""
+"""Worker extension of `bench_choice.py`: times one point of the grid."""
 
 import statistics
 import time

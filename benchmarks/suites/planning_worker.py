@@ -1,4 +1,4 @@
-"""What `bench_planning.py` runs inside the engine's worker: a clock around each step's plan."""
+"""Worker extension of `bench_planning.py`: times the plan of each step."""
 
 import time
 from dataclasses import replace
@@ -9,7 +9,7 @@ from vllm_relay.sharing.cost_store import SHIPPED, find_costs
 
 
 def costs_that_pay() -> Costs:
-    """Those of the package, with vLLM's own kernel slower by far and copies for nothing."""
+    """Shipped costs with a far slower vLLM kernel and free copies: every group pays."""
     costs = find_costs(16, 16, 128, files=[SHIPPED]).costs
     return replace(costs, stock=costs.stock.times(20), copy=0.0)
 
