@@ -20,8 +20,8 @@ from benchmarks.gpu.journal import (
     Journal,
     Selection,
     Wrong,
-    provenance,
     run_cases,
+    source,
 )
 from benchmarks.gpu.timing import Ceilings
 
@@ -82,7 +82,7 @@ def test_without_a_gpu_it_says_so_in_one_line_and_writes_nothing(tmp_path: Path)
 def test_every_part_names_its_columns_and_cases_once() -> None:
     for part in gpu_check.PARTS:
         module, _ = gpu_check.module_of(part)
-        columns = ["case", "status", "failure", *module.COLUMNS, *provenance()]
+        columns = ["case", "status", "failure", *module.COLUMNS, *source()]
         assert len(set(columns)) == len(columns)
     for module in (op, __import__("benchmarks.gpu.kernels", fromlist=["cases"])):
         names = [case.name for case in module.cases(quick=False)]
@@ -154,7 +154,7 @@ def test_rows_name_the_command_as_it_was_given(monkeypatch: pytest.MonkeyPatch) 
     ]
     monkeypatch.setattr(sys, "argv", given)
     command = "python benchmarks/gpu_check.py op --quick --cases 'B=1 *'"
-    assert provenance()["command"] == command
+    assert source()["command"] == command
 
 
 def test_only_chosen_cases_run(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_missed_bar_and_a_case_left_out_do_not_pass_and_are_named(
     monkeypatch.setattr(gpu_check, "module_of", lambda part: (Module, ()))
     monkeypatch.setattr(gpu_check, "run_processes", run_processes)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu_check, "provenance", lambda: SOURCE)
+    monkeypatch.setattr(gpu_check, "source", lambda: SOURCE)
     status = gpu_check.main(["op", "--out", str(tmp_path), "--cases", chosen])
     last = capfd.readouterr().out.splitlines()[-1]
     assert status == bool(trouble)

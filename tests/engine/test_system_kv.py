@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.random_model import LAYERS, VOCABULARY, write_random_model
+from benchmarks.harness.random_model import LAYERS, VOCABULARY, write_random_model
 from tests.engine.system_kv import BLOCK, build, run_program, run_relay
 from vllm_relay.system_kv.file import SystemKVFile, tensor_names, write_file
 

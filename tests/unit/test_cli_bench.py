@@ -18,7 +18,9 @@ from rich.console import Console
 from tests.engine.engine import SMOLLM2, environment
 from vllm_relay.cli.bench import HINTS
 from vllm_relay.cli.engine import build_options
-from vllm_relay.serving import serving
+from vllm_relay.serving import agreement, comparison
+from vllm_relay.serving.agreement import Distance, WrongAnswers, distance
+from vllm_relay.serving.comparison import Load, interleaved, render
 from vllm_relay.serving.gains import show, summary, sustained
 from vllm_relay.serving.processes import (
     ProcessDied,
@@ -27,7 +29,6 @@ from vllm_relay.serving.processes import (
     free_port,
     kept_logs,
 )
-from vllm_relay.serving.serving import Distance, Load, WrongAnswers, distance, in_turn, render
 from vllm_relay.serving.systems import SYSTEMS
 
 
@@ -114,14 +115,14 @@ def test_the_sustained_rate_is_the_highest_that_holds_the_bound() -> None:
 
 def test_nobody_is_always_first_or_after_the_same() -> None:
     for keys in ("ab", "abc", "abcd"):
-        orders = [in_turn(list(keys), number) for number in range(2 * len(keys))]
+        orders = [interleaved(list(keys), number) for number in range(2 * len(keys))]
         assert all(sorted(order) == list(keys) for order in orders)
         for place in range(len(keys)):
             assert sorted(order[place] for order in orders) == sorted(keys * 2)
         for key in keys:
             before = {order[order.index(key) - 1] for order in orders if order[0] != key}
             assert len(before) > 1 or len(keys) == 2
-    orders = ["".join(in_turn(list("abcd"), number)) for number in range(4)]
+    orders = ["".join(interleaved(list("abcd"), number)) for number in range(4)]
     assert orders == ["abcd", "badc", "cdab", "dcba"]
 
 
@@ -178,12 +179,12 @@ def test_one_wrong_answer_of_many_is_seen() -> None:
 def test_servers_that_answer_otherwise_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     right = [[("a", -0.1, 3.0)] * 4] * 3
     answers = {"stock": right, "relay": right}
-    monkeypatch.setattr(serving, "greedy", lambda server, prompts: answers[server])
+    monkeypatch.setattr(agreement, "greedy", lambda server, prompts: answers[server])
     servers: Any = {key: key for key in answers}
-    assert serving.check(servers, ["x"] * 3, print)["relay"].rms == 0
+    assert agreement.check(servers, ["x"] * 3, print)["relay"].rms == 0
     answers["relay"] = [*right[1:], [("x", -0.1, 3.0)] * 4]
     with pytest.raises(WrongAnswers, match=r"relay does not answer .*no speed is reported"):
-        serving.check(servers, ["x"] * 3, print)
+        agreement.check(servers, ["x"] * 3, print)
 
 
 def test_values_of_a_command_line() -> None:
@@ -217,13 +218,13 @@ def test_servers_share_the_memory_of_a_gpu(
     class Started(Exception):
         pass
 
-    def start(model: Path, flags: list[str], log: Path, env: Any) -> None:
+    def start(model: Path, flags: list[str], log: Path, **_: Any) -> None:
         raise Started(flags)
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
-    monkeypatch.setattr(serving, "started", start)
+    monkeypatch.setattr(comparison, "serving", start)
     with pytest.raises(Started) as started:
-        serving.compare(
+        comparison.compare(
             tmp_path, ["stock", "relay", "relay-system-kv"], given, [], 1, tmp_path, checked=[]
         )
     assert flag_value(started.value.args[0], "gpu-memory-utilization") == share
@@ -232,7 +233,7 @@ def test_servers_share_the_memory_of_a_gpu(
 def test_who_cannot_keep_up_is_not_asked_for_more(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def start(model: Path, flags: list[str], log: Path, env: Any) -> Any:
+    def start(model: Path, flags: list[str], log: Path, **_: Any) -> Any:
         server = SimpleNamespace(key=log.stem, wait_ready=lambda *_: None, text=lambda: "")
         return nullcontext(server)
 
@@ -240,14 +241,14 @@ def test_who_cannot_keep_up_is_not_asked_for_more(
         slow = {"stock-no-caching": 0.5, "stock": 0.3, "relay": 0.2}[server.key]
         return {"completed": 2, "normalized_s": slow}
 
-    monkeypatch.setattr(serving, "started", start)
-    monkeypatch.setattr(serving, "measure", measure)
+    monkeypatch.setattr(comparison, "serving", start)
+    monkeypatch.setattr(comparison, "measure", measure)
     monkeypatch.setattr(
-        serving, "check", lambda servers, *_: dict.fromkeys(servers, Distance(0, 0))
+        comparison, "check", lambda servers, *_: dict.fromkeys(servers, Distance(0, 0))
     )
     loads = [lambda _, rate=rate: Load(rate, 2, 2) for rate in (math.inf, 1, 2)]
     keys = ["stock-no-caching", "stock", "relay"]
-    rows = serving.compare(tmp_path, keys, [], loads, 2, tmp_path, checked=[], give_up=0.25)
+    rows = comparison.compare(tmp_path, keys, [], loads, 2, tmp_path, checked=[], give_up=0.25)
     measured = {key: [row["rate"] for row in rows if row["system"] == key] for key in keys}
     # vLLM itself is what the others are compared with
     every = [math.inf, 1, 2] * 2

@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from benchmarks.random_model import write_random_model
+from benchmarks.harness.random_model import write_random_model
 from vllm_relay.backend import cuda
 
 BLOCK = 16

@@ -1,14 +1,14 @@
-"""The parts of gpu_check that run our Triton kernels, under the interpreter."""
+"""gpu_check's cases with relay's Triton kernels: right plans pass, planted errors do not."""
 
 import pytest
 import torch
 
 from benchmarks.gpu import flash, systems
-from benchmarks.gpu.inputs import BLOCK, agrees, errors, shared_batch
+from benchmarks.gpu.batches import BLOCK, agrees, errors, shared_batch
 from benchmarks.gpu.journal import Wrong
 from benchmarks.gpu.kernels import check_plan, forest_batch
 from benchmarks.gpu.op import exact_shared
-from benchmarks.gpu.timing import Shape
+from benchmarks.gpu.timing import DecodeStep
 from tests.reference_flash import flash_attn_varlen_func as reference_varlen
 from tests.reference_flash import get_scheduler_metadata
 from vllm_relay.ops.planning.device_plan import DevicePlan
@@ -71,7 +71,7 @@ def test_what_is_measured_is_right_and_split_as_in_the_backend(monkeypatch, name
     monkeypatch.setattr(flash, "scheduler", lambda: schedule)
     monkeypatch.setattr(systems, "flash_attention", lambda version: varlen)
     monkeypatch.setattr(systems, "MIN_SAVED_TOKENS", 0)
-    shape = Shape(4, 48, 20, query_heads=4, kv_heads=2, head_size=32)
+    shape = DecodeStep(4, 48, 20, query_heads=4, kv_heads=2, head_size=32)
     batch = shared_batch(shape, "cpu")
     ready, groups = systems.SYSTEMS[name][0](batch, shape)
     before = len(scheduled)
