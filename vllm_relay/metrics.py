@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing import util
 
-from vllm_relay.ops.planning.device_plan import Report
+from vllm_relay.plan import SharingStats as Report
 from vllm_relay.sharing import RelayPlan
 
 REPORT_SECONDS = 60.0

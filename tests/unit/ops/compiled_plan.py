@@ -6,9 +6,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vllm_relay.ops.planning import kernels as plan
+from vllm_relay.ops.planning import launch
 
-LONG = ("hash_ptr", "best_ptr", "report_ptr")  # int64
+LONG = ("hash_ptr", "score_ptr", "report_ptr")  # int64
 
 
 def compile_for(capability: int, kernel: Any, constants: dict[str, Any]) -> None:
@@ -28,15 +28,18 @@ def compile_for(capability: int, kernel: Any, constants: dict[str, Any]) -> None
 if __name__ == "__main__":
     for capability in (80, 90):
         for levels in (1, 3):
-            sizes = {"CHUNK_R": 1024, "CHUNK_C": plan.CHUNK_COLUMNS}
-            depths = plan.checkpoints(2048)
-            common = {"BLOCK_SIZE": 16, "LEVELS": levels, "DENSE": levels // 3, "STATS": plan.STATS}
-            compile_for(
-                capability,
-                plan.sign_kernel,
-                {**common, "CHECKPOINTS": depths, "CHUNK_C": plan.CHUNK_COLUMNS},
-            )
+            columns = {"CHUNK_C": launch.CHUNK_COLUMNS}
+            rows = {"CHUNK_R": launch.CHUNK_ROWS}
+            depths = {"CHECKPOINTS": launch.checkpoints(2048)}
             level = {"LEVEL": levels - 1}
-            compile_for(capability, plan.match_kernel, {**level, "CHECKPOINTS": depths, **sizes})
-            compile_for(capability, plan.score_kernel, {**level, "CHUNK_R": 1024})
-            compile_for(capability, plan.settle_kernel, {**common, **sizes})
+            sizes = {
+                **{"BLOCK_SIZE": 16, "LEVELS": levels, "DENSE": levels // 3},
+                "STATS": launch.STATS,
+            }
+            for kernel, constants in (
+                (launch.hash_prefixes_kernel, {**sizes, **depths, **columns}),
+                (launch.match_leaders_kernel, {**level, **depths, **rows, **columns}),
+                (launch.score_groups_kernel, {**level, **rows}),
+                (launch.lay_out_kernel, {**sizes, **rows, **columns}),
+            ):
+                compile_for(capability, kernel, constants)
