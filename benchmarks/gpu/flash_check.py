@@ -56,7 +56,7 @@ def ragged_batch(
 
 
 def context_part(batch: Batch) -> Any:
-    from vllm_relay.ops.planning.device_plan import Part
+    from vllm_relay.plan import Part
 
     return Part(
         query_start_loc=batch.query_start_loc,

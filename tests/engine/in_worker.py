@@ -16,8 +16,6 @@ from vllm_relay.ops.cpu.attention import fuse
 from vllm_relay.ops.native import library as native
 
 
-
-
 def _wrong_paged_lse(stock: Any) -> Any:
     def paged_relay(q: Any, k: Any, v: Any, step: Any, attend: Any, **kwargs: Any) -> Any:
         def wrong(part: Any, *args: Any) -> Any:
