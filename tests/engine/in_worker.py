@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from vllm_relay.ops.cpu.attention import fuse
+from vllm_relay.ops.fusion.native import fuse
 from vllm_relay.ops.native import library as native
 
 
@@ -156,7 +156,7 @@ def _turned(stock: Any) -> Any:
 
 
 # name -> what is replaced, by its place in vllm_relay, and by what: in either kind of kernels
-SYSTEM, OURS = "ops.system.system_attention", "backend.cpu_native.StepAttention"
+SYSTEM, OURS = "ops.attention.op.system_attention", "backend.cpu_native.StepAttention"
 PLANTS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "lse": {SYSTEM: _wrong_lse, OURS: _wrong_native_lse(slice(-1))},
     "context-lse": {

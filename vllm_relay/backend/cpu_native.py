@@ -16,7 +16,7 @@ from vllm_relay.backend.kv_layout import BlockLayout
 from vllm_relay.backend.metadata import Batch, GroupStep, sequences_of
 from vllm_relay.backend.packed_cache import SegmentCopies, SegmentCopy
 from vllm_relay.backend.packing import Packing
-from vllm_relay.ops.cpu.attention import context_sequences
+from vllm_relay.ops.attention.native import context_sequences
 from vllm_relay.ops.native import library as native
 from vllm_relay.ops.native.library import Layout
 from vllm_relay.ops.native.packed import PackedSegment

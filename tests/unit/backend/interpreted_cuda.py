@@ -27,7 +27,7 @@ from tests.unit.backend.cuda_cases import ALONE, CLOSE, SHARED, check, install, 
 from tests.unit.ops.on_device import OnDevice, let_triton_see, plain, seeing
 from vllm_relay import metrics
 from vllm_relay.backend import cuda, self_test
-from vllm_relay.ops.triton import fusion
+from vllm_relay.ops.fusion import triton as fusion
 
 
 @pytest.mark.parametrize("version", [2, 3, 4])

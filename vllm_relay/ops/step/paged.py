@@ -65,8 +65,8 @@ def paged_relay(
         out.
     """
     # Imported here: triton is absent or useless where there is no GPU.
+    from vllm_relay.ops.fusion.triton import merge_into
     from vllm_relay.ops.step.gather import gather_rows
-    from vllm_relay.ops.triton.fusion import merge_into
 
     def system() -> tuple[list[Tensor], list[Tensor]]:
         outs = [torch.empty_like(out) for _ in range(step.index.shape[0])]
