@@ -95,8 +95,7 @@ def _attend_level(
     """System attention of one level: its groups are runs of adjacent rows of flat [T, Hq, D]."""
     groups = len(lens)
     width = flat.shape[0] // groups
-    padded = isinstance(shared_k, Tensor) and isinstance(shared_v, Tensor)
-    if padded and groups > 1 and width > 0 and shared_k.shape[1] > 0:
+    if isinstance(shared_k, Tensor) and groups > 1 and width > 0 and shared_k.shape[1] > 0:
         provider = providers.choose("system", flat, shared_k[0], shared_v[0]).implementation
         attend = getattr(provider, "paged_system_attention", None)
         if attend is not None:

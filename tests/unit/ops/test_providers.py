@@ -162,9 +162,7 @@ def test_xformers_without_partial_attention_is_not_used(a_modern_gpu, monkeypatc
 
 
 def test_unknown_names_are_refused(monkeypatch):
-    with pytest.raises(
-        ValueError, match=r"^system provider 'cuda' is unknown; there are f"
-    ):
+    with pytest.raises(ValueError, match=r"^system provider 'cuda' is unknown; there are f"):
         providers.use("system", "cuda")
     with pytest.raises(ValueError, match=r"^op: expected one of system, context, got 'fusion'"):
         providers.use("fusion", "torch")

@@ -79,8 +79,9 @@ def _fuse_kernel(  # type: ignore[no-untyped-def]
         source = token
         if HAS_INDEX and i > 0:
             source = tl.load(index_ptr + (i - 1) * index_stride + token).to(tl.int64)
-        at = lse_ptrs[i] + head * lses_strides[i][0] + source * lses_strides[i][1]
-        lse = tl.load(at, mask=head_ok & (source >= 0), other=float("-inf"))
+        at = lse_ptrs[i] + head * lses_strides[i][0] + tl.maximum(source, 0) * lses_strides[i][1]
+        lse = tl.load(at, mask=head_ok, other=float("-inf"))
+        lse = tl.where(source >= 0, lse, float("-inf"))
         at = out_ptrs[i] + source * outs_strides[i][0]
         at += (head * outs_strides[i][1])[:, None] + (channel * outs_strides[i][2])[None, :]
         peak, norm, total = _add(peak, norm, total, lse, at, tile_ok)
