@@ -15,6 +15,7 @@ from torch import Tensor
 from vllm.v1.attention.backends import flash_attn
 
 from vllm_relay.backend.cuda_impl import attend
+from vllm_relay.ops import reference
 from vllm_relay.ops.planning.device_plan import DevicePlan
 from vllm_relay.ops.step.paged import paged_relay
 from vllm_relay.plan import DensePart, Part, Plan
@@ -231,34 +232,28 @@ def _wrong(name: str, got: Tensor, exact: Tensor, limit: float) -> list[str]:
 
 
 def _exact(
-    case: LayerShape,
+    layer: LayerShape,
     part: Part[Tensor] | DensePart[Tensor],
     q: Tensor,
     keys: Tensor,
     values: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The call in plain torch and float64, sequence by sequence: out [T, Hq, D], lse [Hq, T]."""
-    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
-    lse = torch.full(q.shape[1::-1], -torch.inf, dtype=torch.float64, device=q.device)
-    starts = part.query_start_loc.tolist()
-    for row, (begin, end) in enumerate(pairwise(starts)):
-        if isinstance(part, DensePart):
-            first, last = part.key_start_loc[row : row + 2].tolist()
-            chosen = (keys[first:last], values[first:last])
-        else:
-            last = int(part.seq_lens[row])
-            ids = part.block_table[row, : -(-last // case.block_size)].long()
-            chosen = (keys[ids].flatten(0, 1)[:last], values[ids].flatten(0, 1)[:last])
-        if begin == end or not len(chosen[0]):
-            continue
-        group = case.num_heads // case.num_kv_heads
-        k, v = (x.double().repeat_interleave(group, 1) for x in chosen)
-        scores = torch.einsum("thd,shd->hts", q[begin:end].double(), k) * case.head_size**-0.5
-        if case.softcap:
-            scores = torch.tanh(scores / case.softcap) * case.softcap
-        if part.causal:
-            hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device)
-            scores.masked_fill_(hidden.triu(len(k) - (end - begin) + 1), -torch.inf)
-        lse[:, begin:end] = torch.logsumexp(scores, -1)
-        out[begin:end] = torch.einsum("hts,shd->thd", torch.softmax(scores, -1), v)
-    return out, lse
+    """The call in float64: out [T, Hq, D], lse [Hq, T]."""
+    if isinstance(part, DensePart):
+        # Dense keys are a cache of blocks of one token.
+        keys, values = keys[:, None], values[:, None]
+        lens = part.key_start_loc.diff()
+        columns = torch.arange(int(lens.max()), device=lens.device)
+        table = part.key_start_loc[:-1, None] + columns
+    else:
+        lens, table = part.seq_lens, part.block_table
+    return reference.context_attention(
+        q,
+        keys,
+        values,
+        table,
+        lens,
+        part.query_start_loc,
+        causal=part.causal,
+        softcap=layer.softcap,
+    )

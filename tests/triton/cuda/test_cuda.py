@@ -25,7 +25,7 @@ from tests.triton.cuda.cuda_cases import ALONE, CLOSE, SHARED, check, install, o
 from tests.triton.on_device import OnDevice, let_triton_see, plain, seeing
 from vllm_relay import metrics
 from vllm_relay.backend import cuda, cuda_history, self_test
-from vllm_relay.ops.triton import fusion
+from vllm_relay.ops.fusion import triton as fusion
 
 
 @pytest.mark.parametrize("version", [2, 3, 4])

@@ -62,8 +62,8 @@ def paged_relay(
         RuntimeError: a dense group in caches whose blocks are not consecutive in memory.
     """
     # Imported here: triton is absent or useless where there is no GPU.
+    from vllm_relay.ops.fusion.triton import merge_into
     from vllm_relay.ops.step.gather import gather_rows
-    from vllm_relay.ops.triton.fusion import merge_into
 
     def system() -> tuple[list[Tensor], list[Tensor]]:
         outs = [torch.empty_like(out) for _ in range(plan.index.shape[0])]
