@@ -128,7 +128,7 @@ def serving(rows: list[Row], path: Path) -> str:
     if held:
         seconds = statistics.median(row["requests"] / row["rate"] for row in swept)
         text += (
-            f"\nHighest rate of the sweep, each held for about {seconds:.0f} s, with the latency per "
+            f"\nHighest rate of the sweep, each held for about {seconds:.0f} s, with latency per "
             "token\n\n"
         )
     return text + "\n".join([*held, ""])

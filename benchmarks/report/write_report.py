@@ -177,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
     report = args.output / "REPORT.md"
     report.write_text(
         "# What relay brings, and where it does not help\n\n"
-        "Written by `python benchmarks/report/write_report.py` from the newest CSV of each suite in "
+        "Written by `python benchmarks/report/write_report.py` from the newest CSVs in "
         "`results/`; `make bench` measures them anew. Systems run interleaved on the same prompts. "
         'The baseline "vLLM" is vLLM with prefix caching. Speed-ups are medians of pairs, with the '
         "range of the rounds. No speed is shown unless the answers agree; those of the engine "

@@ -160,14 +160,14 @@ def test_the_report_says_how_far_two_runs_of_one_command_are_apart(tmp_path: Pat
         result_csv.write_csv(tmp_path / "tree.csv", [row], prov)
     report = assert_reported(tmp_path)
     # 3.0 against 2.2: apart by more than either's rounds
-    assert "In 0 of 1 ratios to vLLM the range of the newest run alone overlaps" in report
+    assert "In 0 of 1 speed-ups the range of the newest run alone overlaps" in report
     assert "36.4% apart" in report
     # shown is what all found
     assert "| 3.00 | 1.80 to 3.00 |" in report
     third = max(tmp_path.glob("tree-*.csv"), key=lambda x: x.stem)
     third.unlink()
     report = assert_reported(tmp_path)
-    assert "In 1 of 1 ratios" in report and "| 2.20 | 1.80 to 2.20 |" in report
+    assert "In 1 of 1 speed-ups" in report and "| 2.20 | 1.80 to 2.20 |" in report
 
 
 def test_an_engine_forgets_its_prefix_cache_but_not_a_file(started: dict[str, Engine]) -> None:
