@@ -7,9 +7,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vllm_relay.ops.planning import kernels as plan
+from vllm_relay.ops.planning import launch
 
-LONG = ("hash_ptr", "best_ptr", "report_ptr")  # int64
+LONG = ("hash_ptr", "score_ptr", "report_ptr")  # int64
 
 
 def compile_for(capability: int, kernel: Any, constants: dict[str, Any]) -> None:
@@ -28,21 +28,19 @@ def compile_for(capability: int, kernel: Any, constants: dict[str, Any]) -> None
 
 def cases(levels: int) -> dict[str, tuple[Any, dict[str, Any]]]:
     """Kernel and constants, by name; three levels are compiled with dense segments, too."""
-    sizes = {"CHUNK_R": 1024, "CHUNK_C": plan.CHUNK_COLUMNS}
-    depths = plan.checkpoints(2048)
-    common = {"BLOCK_SIZE": 16, "LEVELS": levels, "DENSE": levels // 3, "STATS": plan.STATS}
-    level = {"LEVEL": levels - 1}
-    sign = {**common, "CHECKPOINTS": depths, "CHUNK_C": plan.CHUNK_COLUMNS}
+    rows, columns = {"CHUNK_R": launch.CHUNK_ROWS}, {"CHUNK_C": launch.CHUNK_COLUMNS}
+    depths, level = {"CHECKPOINTS": launch.checkpoints(2048)}, {"LEVEL": levels - 1}
+    sizes = {"BLOCK_SIZE": 16, "LEVELS": levels, "DENSE": levels // 3, "STATS": launch.STATS}
     return {
-        "sign": (plan.sign_kernel, sign),
-        "match": (plan.match_kernel, {**level, "CHECKPOINTS": depths, **sizes}),
-        "score": (plan.score_kernel, {**level, "CHUNK_R": 1024}),
-        "settle": (plan.settle_kernel, {**common, **sizes}),
+        "hash_prefixes": (launch.hash_prefixes_kernel, sizes | depths | columns),
+        "match_leaders": (launch.match_leaders_kernel, level | depths | rows | columns),
+        "score_groups": (launch.score_groups_kernel, level | rows),
+        "lay_out": (launch.lay_out_kernel, sizes | rows | columns),
     }
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("levels", [1, 3])
-@pytest.mark.parametrize("kernel", ["sign", "match", "score", "settle"])
+@pytest.mark.parametrize("kernel", ["hash_prefixes", "match_leaders", "score_groups", "lay_out"])
 def test_plan_compiles(kernel, levels, capability):
     compile_for(capability, *cases(levels)[kernel])
