@@ -1,17 +1,16 @@
 PYTHON ?= python3
 VENV := .venv
 VENV_OLD := .venv-0.27.1
-# Test processes side by side; each starts engines of its own, on a core of its own.
-JOBS ?= 2
-# What must hold on every engine version.
-ENGINE_TESTS := tests/test_plugin.py tests/unit/backend tests/engine/test_parity.py tests/engine/test_system_kv.py
+# What must hold on every engine version; tests that start engines, each on a core of its own.
+ENGINE_TESTS := tests/unit/test_plugin.py tests/unit/backend tests/engine/test_parity.py tests/engine/test_system_kv.py
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
 # The model lies on the disk, and the engine has nobody to report to.
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env model sources demo test test-engines check bench bench-full clean
+.PHONY: help env model sources demo test test-fast test-engines check bench bench-full clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -29,12 +28,17 @@ demo: env model  ## serve the model stock and with relay, compare answers and sp
 	$(VENV)/bin/python benchmarks/demo.py
 
 test: env model sources  ## all tests
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder tests
+	$(VENV)/bin/python tools/run_tests.py
+
+test-fast: env model  ## unit tests but those that run a compiler
+	$(VENV)/bin/python tools/run_tests.py fast
 
 test-engines: env model  ## parity with the oldest and the newest CPU engine, each in its own environment
 	@$(PYTHON) tools/setup_env.py --engine 0.27.1 --venv $(VENV_OLD)
-	$(VENV_OLD)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ENGINE_TESTS)
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ENGINE_TESTS)
+	for venv in $(VENV_OLD) $(VENV); do \
+		$$venv/bin/python -m pytest $(SIDE_BY_SIDE) $(ENGINE_TESTS) || exit 1; \
+		$$venv/bin/python -m pytest tests/triton/cuda || exit 1; \
+	done
 
 check: env  ## lint, formatting, types, import rules
 	$(VENV)/bin/ruff check

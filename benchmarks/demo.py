@@ -4,7 +4,7 @@
 
 Each backend gets a real `vllm serve`, the same chat requests and the same `vllm bench serve`. A
 third server starts with the KV of the system prompt, from a file that `vllm-relay build` makes.
-What is then printed comes from `benchmarks/demo_tables.py`.
+`benchmarks/report/demo_tables.py` prints the results.
 """
 
 import argparse
@@ -25,15 +25,18 @@ from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.chat import ask, first_ttft, licence_prompt, questions
-from benchmarks.common import MODEL_NAME, ROOT, model_path, provenance, step, write_csv
-from benchmarks.demo_tables import Run, csv_rows, show_agreement, show_answers, show_numbers
-from vllm_relay.serving.processes import bench_serve, build_system_kv, ended_in_order, serving
-from vllm_relay.serving.serving import relay_counters
+from benchmarks.harness.chat import ask, first_ttft, licence_prompt, questions
+from benchmarks.harness.environment import MODEL_NAME, RESULTS, ROOT, model_path
+from benchmarks.harness.result_csv import source, write_csv
+from benchmarks.harness.terminal import step
+from benchmarks.report.demo_tables import Run, csv_rows, show_agreement, show_answers, show_numbers
+from vllm_relay.serving.commands import bench_serve, build_system_kv
+from vllm_relay.serving.comparison import relay_counters
+from vllm_relay.serving.processes import ended_in_order, serving
 
 # `vllm bench serve` says nothing new about the third server: it may take this many seconds there.
 BENCH_LIMIT = 60.0
-# Of every server, and of the build of the system KV. Compiling takes a minute or more per server on
+# Every server and the build of the system KV. Compiling takes a minute or more per server on
 # two cores and leaves attention as it is.
 ENGINE_FLAGS = ["--enforce-eager", "--max-model-len", "8192"]
 SYSTEM_KV_FLAG = "--additional-config.relay.system_kv"
@@ -78,7 +81,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def run_all(args: argparse.Namespace, folder: Path, console: Console) -> list[Run]:
-    """Run every server in turn: one per backend, then the second again with a system KV."""
+    """Runs one server per backend, then the second again with a system KV."""
     tokenizer = Tokenizer.from_file(str(model_path() / "tokenizer.json"))
     system = licence_prompt(tokenizer, args.prompt_tokens)
     runs: list[Run] = []
@@ -94,7 +97,10 @@ def run_all(args: argparse.Namespace, folder: Path, console: Console) -> list[Ru
     console.print(f"\n[bold]{label}[/]  {shown_command(backend, name)}")
     with step(console, "build system KV") as report:
         env = engine_env(args)
-        file = build_system_kv(model_path(), prompt, ENGINE_FLAGS, env=env, report=report)
+        options = ["--system-prompt", str(prompt), *ENGINE_FLAGS]
+        file = build_system_kv(
+            model_path(), prompt.with_suffix(".relay"), options, env=env, report=report
+        )
     bench = runs[1].bench_seconds <= BENCH_LIMIT
     runs.append(
         run_server(backend, label, system, args, folder, console, system_kv=file, bench=bench)
@@ -218,7 +224,7 @@ def sharing_line(log: str) -> str | None:
 
 
 def system_kv_lines(log: str) -> tuple[str, ...]:
-    """What the log says of system KVs: the tokens pinned of each, without its path; the rate."""
+    """Log messages on system KV: pinned tokens of each file, without its path; the load rate."""
     pattern = r"relay: (system KV .+? tokens pinned in \d+ blocks?|wrote \d+ system KV.* GB/s)"
     return tuple(re.findall(pattern, log))
 
@@ -257,10 +263,10 @@ def main() -> int:
         return 1
     console.print()
     show_numbers(console, runs)
-    rows, prov = csv_rows(runs, args), provenance()
-    written = [write_csv(folder / "demo.csv", rows, prov)]
+    rows, columns = csv_rows(runs, args), source()
+    written = [write_csv(folder / "demo.csv", rows, columns)]
     if args.save:
-        written.append(write_csv(ROOT / "benchmarks" / "results" / "demo.csv", rows, prov))
+        written.append(write_csv(RESULTS / "demo.csv", rows, columns))
     console.print(f"\nFinished in {time.monotonic() - started:.0f} s. Logs and results: {folder}")
     console.print("CSV: " + ", ".join(str(path) for path in written))
     return 0

@@ -9,8 +9,7 @@ against stock with prefix caching and vLLM's own cascade.
 
 Each part writes a CSV of its own, a row per finished case, at once. A failing case prints FAIL and
 the next goes on. Exit status: 0 if all cases ran and passed and no bar was missed, 1 if not (the
-last line names each: failed, missed, left out for lack of time), 2 if nothing could start. Not yet
-run on a GPU.
+last line names each: failed, missed, left out for lack of time), 2 if nothing could start.
 """
 
 import argparse
@@ -36,8 +35,8 @@ from benchmarks.gpu.journal import (  # noqa: E402
     DeviceLost,
     Journal,
     Selection,
-    provenance,
     run_cases,
+    source,
 )
 
 PARTS = ("kernels", "parity", "op", "engine-8b", "engine-7b")
@@ -94,7 +93,7 @@ def module_of(part: str) -> tuple[Any, tuple[str, ...]]:
 def run_part(part: str, args: argparse.Namespace) -> int:
     """One part in this process; returns its exit status."""
     module, told = module_of(part)
-    journal = Journal(args.csv, module.COLUMNS, provenance())
+    journal = Journal(args.csv, module.COLUMNS, source())
     clock, chosen = Clock(args.until), Selection(args.cases)
     try:
         if hasattr(module, "run"):
@@ -114,7 +113,7 @@ def run_part(part: str, args: argparse.Namespace) -> int:
 
 
 def trouble_in(journal: Journal, left_out: list[str]) -> list[str]:
-    """What is not as it should be after a part, a line each; nothing where all is."""
+    """Failures of a part, a line each: failed, missed or left-out cases."""
     lines = [f"failed: {name}" for name in journal.failed()]
     lines += [f"missed: {name}" for name in journal.missed()]
     lines += [f"left out: {name}" for name in left_out]

@@ -1,4 +1,4 @@
-"""Every benchmark of the report, one after the other, then the report.
+"""Runs every suite of the report one after the other, then writes the report.
 
     python benchmarks/run_all.py            (`make bench`; --full is `make bench-full`)
 
@@ -17,13 +17,13 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import ROOT
+from benchmarks.harness.environment import ROOT
 from vllm_relay.serving.processes import ended_in_order
 
 
 @dataclass(frozen=True)
 class Run:
-    """Of one benchmark: options on the small grid (None: not there) and on the whole one."""
+    """One run of a suite: options on the small grid (None: left out) and on the whole grid."""
 
     name: str
     small: str | None
@@ -86,12 +86,12 @@ def main() -> int:
             continue
         console.rule(f"{run.name} {options}")
         begun = time.monotonic()
-        script = str(ROOT / "benchmarks" / f"bench_{run.name}.py")
+        script = str(ROOT / "benchmarks" / "suites" / f"bench_{run.name}.py")
         command = [sys.executable, script, *options.split(), "--save"]
         if status_of(command):
             failed.append(run.name)
         console.print(f"{run.name}: {time.monotonic() - begun:.0f} s")
-    plot = [sys.executable, str(ROOT / "benchmarks" / "plot.py")]
+    plot = [sys.executable, str(ROOT / "benchmarks" / "report" / "write_report.py")]
     plot += ["--failed", *dict.fromkeys(failed)] if failed else []
     status = status_of(plot)
     console.print(f"all of it: {(time.monotonic() - started) / 60:.1f} minutes")

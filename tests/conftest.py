@@ -25,21 +25,13 @@ def environment_of_a_file() -> Iterator[None]:
     os.environ.update(before)
 
 
-# Files that take longest, one of which must not be what a process is still at when the other has
-# nothing left to do.
-FIRST = (
-    "test_parity.py",
-    "test_system_kv.py",
-    "test_system_kv_answers.py",
-    "test_select.py",
-    "test_comparisons.py",
-    "test_serving_bench.py",
-)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first; skip the tests marked ``gpu`` without a CUDA GPU."""
-    items.sort(key=lambda x: FIRST.index(x.path.name) if x.path.name in FIRST else len(FIRST))
+    """Put files with slow tests first; skip the tests marked ``gpu`` without a CUDA GPU.
+
+    A long file started last would leave the other process without work.
+    """
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

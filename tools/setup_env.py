@@ -34,7 +34,7 @@ DEFAULT_ENGINE = "0.32.0"
 INSTALLER = "vllm-relay-setup"
 STAMP = ".vllm-relay-stamp"
 # A change in one of these makes an environment outdated; patterns relative to the repository.
-INPUTS = ("pyproject.toml", "setup.py", "tools/setup_env.py", "vllm_relay/ops/csrc/*")
+INPUTS = ("pyproject.toml", "setup.py", "tools/setup_env.py", "vllm_relay/ops/csrc/**/*.[ch]*")
 STEPS = 6
 
 _started = time.monotonic()

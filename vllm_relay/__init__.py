@@ -1,19 +1,16 @@
-"""vllm-relay: decode attention over shared prefixes, computed once per batch.
+"""vllm-relay: attention over shared prefixes, computed once per batch.
 
-Importing this package loads neither torch nor vLLM; `register` is the entry point that vLLM calls
-in every process.
+Importing this package loads neither torch nor vLLM.
 """
 
 __version__ = "0.1.0"
 
 
 def register() -> None:
-    """Make the attention backend ``relay`` known to vLLM (entry point ``vllm.general_plugins``).
-
-    May be called any number of times in any process.
+    """Register with vLLM, any number of times (entry point ``vllm.general_plugins``).
 
     Raises:
-        RuntimeError: the installed vLLM is outside the supported range.
+        RuntimeError: the installed vLLM is outside the supported range, or a patch does not apply.
     """
     from vllm_relay import plugin
 
@@ -21,12 +18,12 @@ def register() -> None:
 
 
 def register_name() -> None:
-    """Make the name ``relay`` known before any config object is made.
+    """Register the name ``relay`` before any config object is made.
 
-    Entry point ``vllm.platform_plugins``, which vLLM calls while it is imported. Returning None
-    says that this is no platform; a failure is left for `register` to report.
+    vLLM calls the entry point ``vllm.platform_plugins`` while it is imported. None means that this
+    is no platform; a failure is left for `register` to report.
     """
-    from vllm_relay import plugin
+    from vllm_relay import compat
 
-    plugin.check_engine_version()
-    plugin.backend_member()
+    compat.check_engine_version()
+    compat.backend_member()

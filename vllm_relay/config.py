@@ -1,12 +1,12 @@
-"""Every knob of vllm-relay, validated once."""
+"""All settings of vllm-relay, validated."""
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-# The names of our KV connectors in vLLM: the one that loads files, the one that builds them.
-CONNECTOR = "SystemKVConnector"
+# Our KV connectors in vLLM: the first loads system-KV files, the second builds them.
+CONNECTOR, CONNECTOR_MODULE = "SystemKVConnector", "vllm_relay.system_kv.connector"
 CAPTURE_CONNECTOR = "CaptureConnector"
 
 
@@ -21,9 +21,9 @@ class SystemKVConfig:
     """Offline system KVs to load at start.
 
     Attributes:
-        files: made by ``vllm-relay build``.
-        budget: the share of the KV cache, from 0 to 1, that they may take.
-        errors: what a file that does not fit does: "stop" the start, or "skip" the file and log it.
+        files: paths of files that ``vllm-relay build`` has written.
+        budget: the share of the KV cache, from 0 to 1, that may be pinned.
+        errors: for a file that does not fit, "stop" the start, or "skip" the file and log it.
     """
 
     files: tuple[str, ...] = ()
@@ -60,28 +60,25 @@ class SystemKVConfig:
 class RelayConfig:
     """Settings of the relay backend.
 
-    vLLM passes them through its own option for out-of-tree components:
+    They come through vLLM's option for out-of-tree components:
     ``--additional-config '{"relay": {"max_copy_gib": 4}}'``, ``--additional-config.relay.system_kv
     acme.relay`` or ``LLM(additional_config={"relay": {...}})``.
 
     Attributes:
-        enabled: False keeps the backend selected but every step on vLLM's own path (for
-            comparisons).
-        min_saved_tokens: None: groups are relayed where measured costs of the device predict that
-            it is faster. A number instead: the groups that read least, each saving at least so many
-            KV token reads per step and layer (0: whatever saves one), for tests and comparisons.
+        enabled: False leaves every step to vLLM's own path, for comparisons.
+        min_saved_tokens: None relays groups where the device's measured costs predict a gain. A
+            number relays the groups that read least, each saving at least so many KV token reads
+            per step and layer, for tests and comparisons.
         max_levels: most levels of nested sharing in a step; each is one more attention call per
             layer. None: 3 on a CPU, 1 on CUDA.
         overlap: CUDA only. In CUDA graphs, run system attention on a second stream beside context
             attention.
-        dense: CUDA only. Attend one group whose blocks follow one another in memory, the one that
-            saves most, as dense KV instead of block by block, with one more attention call per
-            layer. None: where system KVs are pinned, whose blocks mostly do.
-        max_copy_gib: CPU only. Upper bound, in GiB per worker and KV cache group, of the packed
-            copies of shared segments; others are read in place. (With PyTorch's kernels longer
-            segments are cut to it, where that still pays.)
-        system_kv: files with offline system KVs: a path, a list of paths, or the settings of
-            `SystemKVConfig`.
+        dense: CUDA only. Attend the group that saves most, of those whose blocks are adjacent in
+            memory, as dense KV, with one more attention call per layer. None: True if system KVs
+            are pinned, whose blocks mostly are adjacent.
+        max_copy_gib: CPU only. Upper bound of packed segments, in GiB per worker and KV cache
+            group; other segments are read in place.
+        system_kv: files to load: a path, a list of paths, or the settings of `SystemKVConfig`.
     """
 
     enabled: bool = True
@@ -116,7 +113,7 @@ class RelayConfig:
         """Read the ``relay`` entry of vLLM's ``additional_config``.
 
         Raises:
-            ValueError: an unknown knob or a bad value, by name.
+            ValueError: an unknown setting or a bad value, by name.
         """
         given = additional_config.get("relay", {}) if isinstance(additional_config, Mapping) else {}
         if not isinstance(given, Mapping):
@@ -126,9 +123,5 @@ class RelayConfig:
 
 
 def only_system_kv(kv_transfer_config: Any) -> bool:
-    """Whether an engine has no KV connector, or ours alone.
-
-    Args:
-        kv_transfer_config: vLLM's KVTransferConfig, or None.
-    """
+    """True if vLLM's KVTransferConfig (or None) names no KV connector, or ours alone."""
     return kv_transfer_config is None or kv_transfer_config.kv_connector in (None, CONNECTOR)

@@ -1,14 +1,12 @@
-"""Counters of what relay did in this process, and the lines it writes to vLLM's log.
+"""Counters of relayed steps in this process, and relay's lines in vLLM's log.
 
-In another process than the engine's workers the counters stay zero; ask the workers:
-``llm.collective_rpc("relay_counters")``.
+Only an engine's workers count: ``llm.collective_rpc("relay_counters")`` asks them.
 """
 
 import logging
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from multiprocessing import util
 
 from vllm_relay.plan import SharingStats
@@ -18,35 +16,23 @@ REPORT_SECONDS = 60.0
 logger = logging.getLogger("vllm.relay")
 
 
-# `DevicePlan.newest`: what the last step and all steps shared.
+# `DevicePlan.newest`: the last step and the totals; its argument: wait for steps in progress.
 Newest = Callable[[bool], tuple[SharingStats, SharingStats]]
 
-
-@dataclass
-class _Counters:
-    steps: int = 0
-    steps_relayed: int = 0
-    groups: int = 0
-    requests: int = 0
-    tokens_shared: int = 0
-    kv_bytes_not_read: int = 0
-
-
-_counters = _Counters()
-# Plans on a device count there: how to ask each, as long as it lives, and KV bytes of a token.
-_devices: list[
-    tuple["weakref.WeakMethod[Callable[[bool], tuple[SharingStats, SharingStats]]]", int]
-] = []
+_total = SharingStats()
+_kv_bytes_not_read = 0
+# Plans on a device keep counters there: the method that reads them, and KV bytes of a token.
+_devices: list[tuple["weakref.WeakMethod[Newest]", int]] = []
 _said: set[str] = set()
 _speaks = True
 _reported_at = 0.0
 
 
 def counters(wait: bool = True) -> dict[str, int]:
-    """What this process counted since it started.
+    """The counters of this process since it started.
 
     Args:
-        wait: for the steps that a device is still planning; else they are left out.
+        wait: True waits for steps that a device is still planning; False leaves them out.
 
     Returns:
         steps: steps planned, per KV cache group. steps_relayed: those with at least one group of
@@ -56,42 +42,41 @@ def counters(wait: bool = True) -> dict[str, int]:
         kv_bytes_not_read: KV bytes that vLLM's own path would have read in addition, all layers of
             this worker.
     """
-    found = asdict(_counters)
+    total, kv_bytes = _total, _kv_bytes_not_read
     for entry in list(_devices):
         reference, kv_bytes_per_token = entry
         newest = reference()
         if newest is None:
-            # of a builder that vLLM made for a try
+            # vLLM makes builders for a try and drops them.
             _devices.remove(entry)
             continue
-        total = newest(wait)[1]
-        for name in ("steps", "steps_relayed", "groups", "requests", "tokens_shared"):
-            found[name] += getattr(total, name)
-        found["kv_bytes_not_read"] += total.tokens_saved * kv_bytes_per_token
-    return found
+        on_device = newest(wait)[1]
+        total += on_device
+        kv_bytes += on_device.tokens_saved * kv_bytes_per_token
+    return {
+        "steps": total.steps,
+        "steps_relayed": total.steps_relayed,
+        "groups": total.groups,
+        "requests": total.requests,
+        "tokens_shared": total.tokens_shared,
+        "kv_bytes_not_read": kv_bytes,
+    }
 
 
 def count_step(stats: SharingStats, kv_bytes_per_token: int) -> None:
     """Count one planned step.
 
     Args:
-        stats: of the step. kv_bytes_per_token: KV bytes of one token over all relayed layers.
+        stats: of the step. kv_bytes_per_token: KV bytes of one token in all relayed layers.
     """
-    first = _counters.steps_relayed == 0
-    for name in ("steps", "steps_relayed", "groups", "requests", "tokens_shared"):
-        setattr(_counters, name, getattr(_counters, name) + getattr(stats, name))
-    if not stats.groups:
-        return
-    _counters.kv_bytes_not_read += stats.tokens_saved * kv_bytes_per_token
-    if first:
-        _announce(stats)
-    _report_now_and_then()
+    global _total, _kv_bytes_not_read
+    _total += stats
+    _kv_bytes_not_read += stats.tokens_saved * kv_bytes_per_token
+    log_sharing(stats)
 
 
-def follow_device(
-    newest: Callable[[bool], tuple[SharingStats, SharingStats]], kv_bytes_per_token: int
-) -> None:
-    """Count what a plan on a device counts there, as long as it lives.
+def follow_device(newest: Newest, kv_bytes_per_token: int) -> None:
+    """Add the counters of a plan on a device to this process's, as long as the plan lives.
 
     Args:
         newest: `DevicePlan.newest`. kv_bytes_per_token: as in `count_step`.
@@ -99,20 +84,17 @@ def follow_device(
     _devices.append((weakref.WeakMethod(newest), kv_bytes_per_token))
 
 
-def hear_device(last: SharingStats) -> None:
-    """Write to the log as `count_step` does, from the last step that a device told of."""
-    if last.groups == 0:
-        return
-    if _reported_at == 0.0:
-        _announce(last)
-    _report_now_and_then()
+def log_sharing(stats: SharingStats) -> None:
+    """Log the first step that shares, then the counters every `REPORT_SECONDS`.
 
-
-def _announce(stats: SharingStats) -> None:
-    """Log one line when something is shared for the first time."""
+    The line at exit is not certain: unless ``--shutdown-timeout`` gives them time, vLLM kills its
+    workers when a server stops.
+    """
     global _reported_at
-    _reported_at = time.monotonic()
-    if _speaks:
+    now = time.monotonic()
+    if not _speaks or not stats.groups:
+        return
+    if not _reported_at:
         logger.info(
             "relay: %d requests share %s tokens in %d group%s: %.0f %% fewer KV reads",
             stats.requests,
@@ -121,40 +103,32 @@ def _announce(stats: SharingStats) -> None:
             "" if stats.groups == 1 else "s",
             100 * stats.tokens_saved / stats.tokens_stock,
         )
+    elif now - _reported_at < REPORT_SECONDS:
+        return
+    else:
+        _log_counters()
+    _reported_at = now
 
 
 def say_once(message: str, level: int = logging.WARNING) -> None:
-    """Log ``relay: message`` the first time this process meets it."""
+    """Log ``relay: message``, once per process."""
     if _speaks and message not in _said:
         _said.add(message)
         logger.log(level, "relay: %s", message)
 
 
 def set_speaker(speaks: bool) -> None:
-    """Whether this process writes to the log: of an engine's workers one does."""
+    """Let this process write to the log or not: one of an engine's workers does."""
     global _speaks
     _speaks = speaks
 
 
 def report_at_exit() -> None:
-    """Log one line with the counters when this process ends in order. Idempotent."""
+    """Log the counters when this process ends in order. Idempotent."""
     if _speaks and "report" not in _said:
         _said.add("report")
         # multiprocessing's finalizers run in forked workers too, atexit does not.
         util.Finalize(None, _log_counters, exitpriority=0)
-
-
-def _report_now_and_then() -> None:
-    """One line every `REPORT_SECONDS` while steps are relayed.
-
-    The line at exit is not certain: unless ``--shutdown-timeout`` gives them time, vLLM kills its
-    workers when a server stops.
-    """
-    global _reported_at
-    now = time.monotonic()
-    if _speaks and now - _reported_at >= REPORT_SECONDS:
-        _reported_at = now
-        _log_counters()
 
 
 def _log_counters() -> None:

@@ -93,3 +93,7 @@ class SharingStats:
     tokens_stock: int = 0
     steps: int = 0
     steps_relayed: int = 0
+
+    def __add__(self, other: "SharingStats") -> "SharingStats":
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return SharingStats(*(mine + theirs for mine, theirs in pairs))

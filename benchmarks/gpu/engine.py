@@ -1,7 +1,6 @@
 """Parts ``engine-8b``, ``engine-7b``: decode throughput of engines on the shapes of real models.
 
 Weights are dummies: the answers mean nothing, and the part ``parity`` is the check of exactness.
-Not yet run on a GPU.
 """
 
 import statistics
@@ -12,8 +11,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.children import record, rows_of
-from benchmarks.gpu.engine_systems import PARTS, System
+from benchmarks.gpu.engine_runner import record, rows_of
+from benchmarks.gpu.engine_systems import PARTS, EngineSetup
 from benchmarks.gpu.journal import Clock, Journal, Row, Wrong
 from benchmarks.gpu.models import SHAPES, roofline_tok_s, write_config
 from benchmarks.gpu.systems import HEARD_AFTER, MIN_SAVED_TOKENS, PROBE_STEPS
@@ -51,7 +50,7 @@ COLUMNS = (
 )
 BAR_SHARED, BAR_NO_SHARING = 3.0, 0.98
 NOT_CHECKED = "dummy weights: answers prove nothing, part parity does"
-# What starting an engine of this size and one case take.
+# Seconds to start an engine of this size and run one case.
 ENGINE_SECONDS = 120.0
 OWN, WINDOWS, STEPS = 256, 5, 32
 # Tokens of each request before the first window: by then relay plans every step that shares.
@@ -97,8 +96,10 @@ def make_case(
     }
 
 
-def spec_of(system: System, model: Path, cases: list[Row], cuda: bool = True) -> dict[str, Any]:
-    """What `engine_process` is told. Without `cuda`: the CPU's settings, for tests of this part."""
+def spec_of(
+    system: EngineSetup, model: Path, cases: list[Row], cuda: bool = True
+) -> dict[str, Any]:
+    """Spec for `engine_process`; without `cuda` with CPU settings, for tests of this part."""
     longest = max(case["shared"] + case["own"] + case["limit"] for case in cases)
     engine: dict[str, Any] = {
         "model": str(model),
@@ -121,7 +122,7 @@ def spec_of(system: System, model: Path, cases: list[Row], cuda: bool = True) ->
     return {"job": "decode", "cases": cases, "engine": engine, "patches": list(system.patches)}
 
 
-def judge(system: System, case: Row, row: Row, roofline: float, others: dict[str, Row]) -> Row:
+def judge(system: EngineSetup, case: Row, row: Row, roofline: float, others: dict[str, Row]) -> Row:
     """The columns of a finished case.
 
     Args:
@@ -178,7 +179,7 @@ def median_rate(row: Row) -> float:
 def run_model(
     model: str,
     path: Path,
-    systems: list[System],
+    systems: list[EngineSetup],
     cases: list[Row],
     ceilings: Ceilings,
     folder: Path,
@@ -199,7 +200,7 @@ def run_model(
         spec = spec_of(system, path, asked, cuda)
         rows = rows_of(spec, folder, title.replace(" ", "-"), clock, environment)
 
-        def shared(case: Row, row: Row, system: System = system) -> Row:
+        def shared(case: Row, row: Row, system: EngineSetup = system) -> Row:
             return {
                 "model": model,
                 "system": system.name,
@@ -209,7 +210,7 @@ def run_model(
                 **ceilings.row(),
             }
 
-        def columns(case: Row, row: Row, system: System = system) -> Row:
+        def columns(case: Row, row: Row, system: EngineSetup = system) -> Row:
             others = found[case["name"]]
             judged = judge(system, case, row, roofline_tok_s(model, case, ceilings), others)
             others[system.name] = row

@@ -23,11 +23,11 @@ Spec = dict[str, Any]
 def make_engine(spec: Spec) -> Any:
     """The `vllm.LLM` of a spec, with the plugin registered whether it is installed or not."""
     import vllm_relay
-    from benchmarks.gpu import in_engine
+    from benchmarks.gpu import engine_patches
 
     vllm_relay.register_name()
     vllm_relay.register()
-    in_engine.count_replays()
+    engine_patches.count_replays()
     for patch in spec.get("patches", []):
         module, _, name = patch.partition(":")
         getattr(importlib.import_module(module), name)()
@@ -35,7 +35,7 @@ def make_engine(spec: Spec) -> Any:
 
     more = {}
     if spec.get("forcing") == "v1":
-        more["logits_processors"] = ["tests.engine.in_worker:ForceTokens"]
+        more["logits_processors"] = ["benchmarks.harness.force_tokens:ForceTokens"]
     return LLM(
         **spec["engine"],
         **more,
@@ -55,7 +55,7 @@ def force(llm: Any, case: Spec) -> Spec:
     """Generate the forced tokens of a case; returns ``tokens`` and their ``logprobs``."""
     from vllm import SamplingParams
 
-    from benchmarks.gpu import in_engine
+    from benchmarks.gpu import engine_patches
 
     def params(prompt: list[int], forced: list[int] | None) -> Any:
         extra = {"force": forced, "prompt_tokens": len(prompt)} if forced else None
@@ -75,7 +75,7 @@ def force(llm: Any, case: Spec) -> Spec:
 
     if case["warm_up"]:
         generate(case["warm_up"], None)
-    before, replays_before = relayed(llm), in_engine.replays()
+    before, replays_before = relayed(llm), engine_patches.replays()
     outputs = generate(case["prompts"], case["force"])
     return {
         "tokens": [list(o.token_ids) for o in outputs],
@@ -84,7 +84,7 @@ def force(llm: Any, case: Spec) -> Spec:
             for o in outputs
         ],
         "steps_relayed": relayed(llm) - before,
-        "replays": in_engine.replays() - replays_before,
+        "replays": engine_patches.replays() - replays_before,
     }
 
 
@@ -102,7 +102,7 @@ def decode(llm: Any, case: Spec) -> Spec:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    from benchmarks.gpu import in_engine
+    from benchmarks.gpu import engine_patches
 
     rng = np.random.default_rng(case["seed"])
     low, high = 3, case["vocabulary"]
@@ -113,8 +113,8 @@ def decode(llm: Any, case: Spec) -> Spec:
         llm.generate([{"prompt_token_ids": [*prefix, low]}], warm, use_tqdm=False)
 
     windows, steps, settle = case["windows"], case["steps"], case["settle"]
-    relayed_before, cascades_before = relayed(llm), in_engine.cascades()
-    replays_before = in_engine.replays()
+    relayed_before, cascades_before = relayed(llm), engine_patches.cascades()
+    replays_before = engine_patches.replays()
     params = SamplingParams(
         temperature=0,
         max_tokens=case["limit"],
@@ -151,8 +151,8 @@ def decode(llm: Any, case: Spec) -> Spec:
         "rates": [len(answers) * steps / (b - a) for a, b in itertools.pairwise(marks)],
         "tokens": [tokens[:4] for tokens in answers.values()],
         "steps_relayed": relayed(llm) - relayed_before,
-        "cascades": in_engine.cascades() - cascades_before,
-        "replays": in_engine.replays() - replays_before,
+        "cascades": engine_patches.cascades() - cascades_before,
+        "replays": engine_patches.replays() - replays_before,
     }
 
 

@@ -1,4 +1,4 @@
-"""What the parts ``engine-8b`` and ``engine-7b`` serve, and how."""
+"""Models and engine setups of the parts ``engine-8b`` and ``engine-7b``."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ from benchmarks.gpu.systems import MIN_SAVED_TOKENS
 
 
 @dataclass(frozen=True)
-class System:
+class EngineSetup:
     """One way to serve a model.
 
     Attributes:
@@ -29,21 +29,21 @@ class System:
 # The threshold that the cases are judged by; relay's own depends on the device.
 RELAY = (("additional_config", {"relay": {"min_saved_tokens": MIN_SAVED_TOKENS}}),)
 SYSTEMS = (
-    System("stock", "FLASH_ATTN", "v2"),
-    System("relay", "RELAY", "v2", RELAY),
-    System(
+    EngineSetup("stock", "FLASH_ATTN", "v2"),
+    EngineSetup("relay", "RELAY", "v2", RELAY),
+    EngineSetup(
         "cascade",
         "FLASH_ATTN",
         "v1",
         (("disable_cascade_attn", False),),
-        ("benchmarks.gpu.in_engine:count_cascades",),
+        ("benchmarks.gpu.engine_patches:count_cascades",),
         graphs=False,
     ),
 )
 # Runner V1 has one set of graphs, with relay in it: what does that cost where nothing is shared?
 SYSTEMS_V1 = (
-    System("stock-v1", "FLASH_ATTN", "v1", against="stock-v1", alone=True),
-    System("relay-v1", "RELAY", "v1", RELAY, against="stock-v1", alone=True),
+    EngineSetup("stock-v1", "FLASH_ATTN", "v1", against="stock-v1", alone=True),
+    EngineSetup("relay-v1", "RELAY", "v1", RELAY, against="stock-v1", alone=True),
 )
 # part "engine-" + key -> its model and systems, in the order in which they run
 PARTS = {

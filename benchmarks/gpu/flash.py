@@ -1,7 +1,4 @@
-"""vLLM's FlashAttention over a `Batch`, called as vLLM's backend and as relay's call it.
-
-Not yet run on a GPU.
-"""
+"""vLLM's FlashAttention over a `Batch`, called as vLLM's backend and as relay's call it."""
 
 import functools
 from collections.abc import Callable
@@ -10,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.gpu.inputs import Batch
+from benchmarks.gpu.batches import Batch
 
 
 def flash_attention(version: int) -> Callable[..., Any]:

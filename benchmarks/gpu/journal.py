@@ -1,24 +1,23 @@
-"""Where results go: one CSV per part, a row per finished case, and a clock that stops in time."""
+"""Result CSV of a part, a row per finished case, and the clock that ends the part in time."""
 
 import csv
 import os
-import platform
 import shlex
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
 from fnmatch import fnmatch
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.harness.environment import ROOT
+from benchmarks.harness.result_csv import GENERATED
+from vllm_relay.serving.provenance import first_line, provenance, version
+
 PASS, FAIL = "pass", "FAIL"
 # Characters of an exception kept in a row.
 _ERROR = 240
@@ -30,28 +29,6 @@ class DeviceLost(RuntimeError):
     """A CUDA error that leaves this process without a device; another process may go on."""
 
 
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _said(*command: str) -> str:
-    """First line that a command prints, "" where it is missing or fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip().partition("\n")[0] if done.returncode == 0 else ""
-
-
-def revision() -> str:
-    """Short git revision; ``VLLM_RELAY_REVISION`` where the copy has no history; else "none"."""
-    found = _said("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*")
-    return found or os.environ.get("VLLM_RELAY_REVISION", "none")
-
-
 def _asked(arguments: list[str]) -> list[str]:
     """Arguments as a user gives them: without those that gpu_check adds for its own processes."""
     internal = ("--csv", "--until", "--report")
@@ -59,26 +36,18 @@ def _asked(arguments: list[str]) -> list[str]:
     return [a for before, a in pairs if a not in internal and before not in internal]
 
 
-def provenance() -> dict[str, str]:
-    """Where a number comes from. Without a GPU the device columns say "none"."""
-    import vllm_relay
-
+def source() -> dict[str, str]:
+    """Provenance columns of a part; without a GPU the device columns say "none"."""
     gpu = torch.cuda.is_available()
     capability = torch.cuda.get_device_capability() if gpu else ()
-    query = ("--query-gpu=driver_version", "--format=csv,noheader")
-    return {
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+    driver = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return provenance(ROOT, GENERATED) | {
         "device": torch.cuda.get_device_name() if gpu else "none",
         "capability": ".".join(map(str, capability)) or "none",
-        "driver": (_said("nvidia-smi", *query) if gpu else "") or "none",
+        "driver": (first_line(*driver) if gpu else "") or "none",
         "cuda": torch.version.cuda or "none",
-        "torch": torch.__version__,
-        "triton": _version("triton"),
-        "vllm": _version("vllm"),
-        "flashinfer": _version("flashinfer-python"),
-        "vllm_relay": vllm_relay.__version__,
-        "revision": revision(),
-        "python": platform.python_version(),
+        "triton": version("triton"),
+        "flashinfer": version("flashinfer-python"),
         "command": shlex.join(["python", "benchmarks/gpu_check.py", *_asked(sys.argv[1:])]),
     }
 
@@ -184,7 +153,7 @@ def describe(error: BaseException) -> str:
 
 
 def _device_answers() -> bool:
-    """Whether the device still works; a sticky CUDA error makes every later call fail."""
+    """True if the device still works; a sticky CUDA error fails every later call."""
     if torch.cuda.is_available():
         try:
             torch.cuda.synchronize()

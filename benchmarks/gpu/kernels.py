@@ -1,7 +1,4 @@
-"""Part ``kernels``: is every kernel that relay uses right on this device, and is the plan fast?
-
-Not yet run on a GPU.
-"""
+"""Part ``kernels``: is every kernel that relay uses right on this device, and is the plan fast?"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.batches import BLOCK, Batch, Tables, agrees, errors, forest_tables
 from benchmarks.gpu.flash import attend_with, flash_attention, stock_attention
-from benchmarks.gpu.inputs import BLOCK, Batch, Tables, agrees, errors, forest_tables
+from benchmarks.gpu.flash_check import varlen
 from benchmarks.gpu.journal import Case, Row, Wrong
-from benchmarks.gpu.partials import varlen
 from benchmarks.gpu.systems import relay_step, wait_for
 from benchmarks.gpu.timing import REPLAYS, Stopwatch, capture
 
@@ -31,7 +28,7 @@ COLUMNS = (
     "correct",
     "note",
 )
-# What the plan may take at 1,024 rows x 2,048 blocks.
+# Limit on the plan's time at 1,024 rows x 2,048 blocks.
 PLAN_BOUND_US = 60.0
 PLAN_ROWS, PLAN_BLOCKS = 1024, 2048
 

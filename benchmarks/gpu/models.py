@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.timing import Ceilings, Shape
+from benchmarks.gpu.timing import Ceilings, DecodeStep
 
 # https://huggingface.co/meta-llama: config.json of each
 SHAPES: dict[str, dict[str, Any]] = {
@@ -63,7 +63,7 @@ def roofline_tok_s(model: str, case: dict[str, Any], ceilings: Ceilings) -> floa
     weights = layers * (attention + 3 * hidden * shape["intermediate_size"])
     weights += hidden * shape["vocab_size"]
     middle = case["own"] + case["settle"] + case["windows"] * case["steps"] // 2
-    step = Shape(case["batch"], case["shared"], middle, heads, kv_heads)
+    step = DecodeStep(case["batch"], case["shared"], middle, heads, kv_heads)
     moved = 2 * weights + layers * step.bytes
     work = 2 * weights * case["batch"] + layers * step.flops
     return case["batch"] / max(moved / ceilings.bandwidth, work / ceilings.matmul)

@@ -5,7 +5,7 @@ alone), against the faster of "stock" (FlashAttention 3 chooses its splits) and 
 splits and a schedule made before, as in vLLM's graphs).
 
 Each system runs as one CUDA graph, with the L2 cache flushed and not; its answer is checked against
-float64 in the same run, and a wrong one has no time. Not yet run on a GPU.
+float64 in the same run, and a wrong one has no time.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,15 +14,15 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.batches import BLOCK, Batch, agrees, errors, exact_attention, shared_batch
 from benchmarks.gpu.flash import flash_attention, stock_attention
-from benchmarks.gpu.inputs import BLOCK, Batch, agrees, errors, exact_attention, shared_batch
 from benchmarks.gpu.journal import Case, Row, Wrong
 from benchmarks.gpu.systems import SYSTEMS
 from benchmarks.gpu.timing import (
     CEILING_COLUMNS,
     REPLAYS,
     Ceilings,
-    Shape,
+    DecodeStep,
     Stopwatch,
     capture,
     measure_ceilings,
@@ -61,24 +61,24 @@ SHARED = (
     (64, 512, 512),
     (8, 1024, 512),
 )
-# What the issue asks for at the first of them with 32/8 heads x 128, L2 flushed.
-BAR = Shape(*SHARED[0])
+# Bars at the first of them with 32/8 heads x 128, L2 flushed.
+BAR = DecodeStep(*SHARED[0])
 BAR_ROOFLINE, BAR_STOCK = 1.25, 8.0
 STOCKS = ("stock", "stock-graphs")
-# What of relay the bars are judged on.
+# Systems that the bars are judged on.
 JUDGED = {"relay": "plan and attention", "relay-layer": "attention"}
 # Systems that compile for minutes in their first case.
 COMPILED = ("flashinfer",)
 CASE_SECONDS, COMPILE_SECONDS = 15.0, 240.0
 
 
-def shapes(kv_heads: int) -> list[Shape]:
+def shapes(kv_heads: int) -> list[DecodeStep]:
     """Shapes with 32 query heads, with and without sharing."""
     alone = [(64, 0, 2048), (256, 0, 2048), (8, 0, 2048), (1, 0, 2048)]
-    return [Shape(*sizes, kv_heads=kv_heads) for sizes in (*SHARED, *alone)]
+    return [DecodeStep(*sizes, kv_heads=kv_heads) for sizes in (*SHARED, *alone)]
 
 
-def exact_shared(batch: Batch, shape: Shape) -> Tensor:
+def exact_shared(batch: Batch, shape: DecodeStep) -> Tensor:
     """Float64 attention of a `shared_batch`, the shared part for all requests in one product."""
     prefix = shape.shared // BLOCK
     outs, lses = [], []
@@ -101,25 +101,25 @@ def exact_shared(batch: Batch, shape: Shape) -> Tensor:
 
 
 class Bench:
-    """What the cases of one run share: watch, ceilings, the newest batch, stock's times."""
+    """State shared by the cases of one run: watch, ceilings, newest batch, stock's times."""
 
     def __init__(self, replays: int) -> None:
         self.replays = replays
-        self.stock_us: dict[Shape, dict[str, float]] = {}
+        self.stock_us: dict[DecodeStep, dict[str, float]] = {}
         # Systems that have run: what they compile is there.
         self.compiled: set[str] = set()
         self.watch = lru_cache(lambda: Stopwatch(replays))
         self.ceilings: Callable[[], Ceilings] = lru_cache(lambda: measure_ceilings(self.watch()))
         self.batch = lru_cache(maxsize=1)(self._batch)
 
-    def _batch(self, shape: Shape) -> tuple[Batch, Tensor, Tensor]:
+    def _batch(self, shape: DecodeStep) -> tuple[Batch, Tensor, Tensor]:
         """The inputs, stock's answer and the exact one."""
         batch = shared_batch(shape)
         out = torch.empty_like(batch.q)
         stock_attention(batch, flash_attention(3), out)
         return batch, out, exact_shared(batch, shape)
 
-    def run(self, shape: Shape, system: str) -> Row:
+    def run(self, shape: DecodeStep, system: str) -> Row:
         """One row: check the answer of the very graph that is timed, then time it."""
         ceilings = self.ceilings()
         batch, stock_out, exact = self.batch(shape)
@@ -167,7 +167,7 @@ class Bench:
 
 
 def judged(
-    shape: Shape, system: str, us: float, roofline: float, stock_us: dict[str, float]
+    shape: DecodeStep, system: str, us: float, roofline: float, stock_us: dict[str, float]
 ) -> Row:
     """Ratios of a time, and whether it passes what the issue asks of this shape.
 
@@ -205,7 +205,7 @@ def cases(quick: bool) -> Iterator[Case]:
     for names in (own, COMPILED):
         for shape in compared:
             for name in names:
-                # Of one request nothing can be shared: the backend runs vLLM's own call.
+                # One request shares nothing: the backend runs vLLM's own call.
                 alone = name not in STOCKS and shape.batch == 1
                 if not alone and (shape.shared or not SYSTEMS[name][1]):
                     waits = name in COMPILED and name not in bench.compiled

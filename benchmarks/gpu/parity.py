@@ -3,7 +3,7 @@
 A random model with weights of realistic scale produces given tokens; their log-probabilities are
 compared with transformers' own float32 run of the same weights. Relay may be no further from it
 than twice stock FlashAttention in the same precision. A planted error must be seen by the same
-comparison, in float16, whose rounding is an eighth of bfloat16's. Not yet run on a GPU.
+comparison, in float16, whose rounding is an eighth of bfloat16's.
 """
 
 import json
@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.children import EngineFailed, record, rows_of
+from benchmarks.gpu.engine_runner import EngineFailed, record, rows_of
 from benchmarks.gpu.journal import Clock, Journal, Row, Wrong, describe
 from benchmarks.gpu.parity_runs import RUNS, Run
-from benchmarks.random_model import VOCABULARY, write_random_model
+from benchmarks.harness.random_model import VOCABULARY, write_random_model
 
 COLUMNS = (
     "system",
@@ -44,12 +44,12 @@ COARSE = 0.3
 MIXES = ((64, 16), (256, 16), (50, 3), (256, 1), (8, 1), (2, 1), (64, 0), (1, 0))
 # Relay starts up to PROBE_STEPS + HEARD_AFTER steps late: QUICK_STEPS are enough for as many more.
 STEPS, QUICK_STEPS = 32, 24
-# Of fewer values the 99.9th percentile is about their maximum.
+# With fewer values the 99.9th percentile is about their maximum.
 P999_VALUES = 1000
-# What starting an engine and a short case take; none is started with less time left.
+# Seconds to start an engine and run a short case; with less time left none is started.
 ENGINE_SECONDS = 50.0
-PLANT = "benchmarks.gpu.in_engine:plant_wrong_lse"
-FORCE_V2 = "benchmarks.gpu.in_engine:force_tokens_on_v2"
+PLANT = "benchmarks.gpu.engine_patches:plant_wrong_lse"
+FORCE_V2 = "benchmarks.gpu.engine_patches:force_tokens_on_v2"
 
 
 def make_case(requests: int, groups: int, steps: int) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def judge(run: Run, case: Row, row: Row, reference: Row, bound: tuple[float, flo
 
 
 def spec_of(run: Run, model: Path, cases: list[Row], cuda: bool = True) -> dict[str, Any]:
-    """What `engine_process` is told. Without `cuda`: the CPU backends, for tests of this part."""
+    """Spec for `engine_process`; without `cuda` with CPU backends, for tests of this part."""
     own, stock = ("RELAY", "FLASH_ATTN" if cuda else "CPU_ATTN")
     engine: dict[str, Any] = {
         "model": str(model),

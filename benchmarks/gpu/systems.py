@@ -1,4 +1,4 @@
-"""The systems that part ``op`` compares, each made ready for a batch. Not yet run on a GPU."""
+"""The systems that part ``op`` compares, each made ready for a batch."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.batches import BLOCK, Batch, shared_in_a_row
 from benchmarks.gpu.flash import Scheduled, attend_with, flash_attention, schedule, stock_attention
-from benchmarks.gpu.inputs import BLOCK, Batch, shared_in_a_row
-from benchmarks.gpu.partials import context_part
-from benchmarks.gpu.timing import Shape
+from benchmarks.gpu.flash_check import context_part
+from benchmarks.gpu.timing import DecodeStep
 
 # Reads that a group has to save for relay to be expected.
 MIN_SAVED_TOKENS = 32768
@@ -23,16 +23,18 @@ GRAPH_SPLITS = 32
 
 # Writes the given tensor and returns None, or returns one of its own.
 Run = Callable[[Tensor], Tensor | None]
-System = Callable[[Batch, Shape], tuple[Run, int | None]]  # and the groups it found, if it looks
+Prepare = Callable[
+    [Batch, DecodeStep], tuple[Run, int | None]
+]  # and the groups it found, if it looks
 
 
-def stock(batch: Batch, shape: Shape) -> tuple[Run, int | None]:
+def stock(batch: Batch, shape: DecodeStep) -> tuple[Run, int | None]:
     """One call of FA3, left to choose its own splits."""
     varlen = flash_attention(3)
     return lambda out: stock_attention(batch, varlen, out), None
 
 
-def stock_graphs(batch: Batch, shape: Shape) -> tuple[Run, int | None]:
+def stock_graphs(batch: Batch, shape: DecodeStep) -> tuple[Run, int | None]:
     """One call of FA3 as in vLLM's graphs; the schedule is made before, once for all layers."""
     varlen = flash_attention(3)
     told = schedule(batch, context_part(batch), GRAPH_SPLITS)
@@ -67,7 +69,7 @@ def scheduled(step: Any, batch: Batch) -> Any:
 
 def relay(
     batch: Batch,
-    shape: Shape,
+    shape: DecodeStep,
     *,
     planned_before: bool = False,
     dense: bool = False,
@@ -114,7 +116,7 @@ def relay(
     return (lambda out: attention(out, prepare())), groups
 
 
-def cascade_pages(table: Tensor, shape: Shape) -> tuple[list[Tensor], ...]:
+def cascade_pages(table: Tensor, shape: DecodeStep) -> tuple[list[Tensor], ...]:
     """FlashInfer's description of a `shared_batch`: query offsets, page offsets, pages, tokens in
     the last page; each for the shared level and then for the requests' own."""
     device, prefix = table.device, shape.shared // BLOCK
@@ -135,7 +137,7 @@ def cascade_pages(table: Tensor, shape: Shape) -> tuple[list[Tensor], ...]:
     )
 
 
-def flashinfer(batch: Batch, shape: Shape) -> tuple[Run, int | None]:
+def flashinfer(batch: Batch, shape: DecodeStep) -> tuple[Run, int | None]:
     """MultiLevelCascadeAttentionWrapper, told what is shared and planned outside the timing.
 
     On K and V in tensors of their own, its usual layout. The first call compiles for minutes.
@@ -159,7 +161,7 @@ def flashinfer(batch: Batch, shape: Shape) -> tuple[Run, int | None]:
 
 
 # name -> how it is made ready; whether it needs something shared
-SYSTEMS: dict[str, tuple[System, bool]] = {
+SYSTEMS: dict[str, tuple[Prepare, bool]] = {
     "stock": (stock, False),
     "stock-graphs": (stock_graphs, False),
     "relay": (relay, False),

@@ -1,4 +1,4 @@
-"""Time on the GPU by events, and the roofline it is held against. Not yet run on a GPU."""
+"""GPU timing by events, and the roofline."""
 
 import statistics
 import time
@@ -83,7 +83,7 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this device did in this run.
+    """Ceilings of this device, measured in this run.
 
     Attributes:
         copy, read: bytes per second of device memory; a copy counts what it reads and writes.
@@ -126,7 +126,7 @@ def measure_ceilings(watch: Stopwatch) -> Ceilings:
 
 
 @dataclass(frozen=True)
-class Shape:
+class DecodeStep:
     """One decode step of one layer: each of `batch` requests brings one token.
 
     Attributes:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from benchmarks import bench_attention, bench_decode, bench_serving, common, turns
+from benchmarks.harness import latin_square, result_csv
+from benchmarks.suites import bench_attention, bench_decode, bench_serving
 from tests.engine.engine import SMOLLM2
 
 LAYERS = 2
@@ -36,11 +37,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Scripts write their CSVs here."""
-    prov = common.provenance()
+    prov = result_csv.source()
 
     def save(console: Any, name: str, rows: Any) -> Path:
-        return common.write_csv(tmp_path / f"{name}.csv", rows, prov)
+        return result_csv.write_csv(tmp_path / f"{name}.csv", rows, prov)
 
-    for module in (turns, bench_attention, bench_decode, bench_serving):
-        monkeypatch.setattr(module, "save", save)
+    for module in (latin_square, bench_attention, bench_decode, bench_serving):
+        monkeypatch.setattr(module, "save_engines", save)
     return tmp_path

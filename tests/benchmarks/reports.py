@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from matplotlib import pyplot
 
-from benchmarks import attention_figures, figures, plot
+from benchmarks.report import attention_figures, figure_style, write_report
 from vllm_relay.serving.systems import SYSTEMS
 
 
@@ -21,7 +21,7 @@ def read(results: Path, name: str) -> tuple[Path, list[dict[str, str]]]:
 def assert_reported(results: Path, *paths: Path) -> str:
     """The report shows these CSVs, and has a figure of each, in which no text is cut off."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (figures, attention_figures):
+        for module in (figure_style, attention_figures):
             patch.setattr(module, "close", assert_whole)
         return _reported(results, paths)
 
@@ -43,7 +43,7 @@ def assert_whole(figure: Any) -> None:
 
 
 def _reported(results: Path, paths: Sequence[Path]) -> str:
-    assert plot.main(["--results", str(results), "--output", str(results)]) == 0
+    assert write_report.main(["--results", str(results), "--output", str(results)]) == 0
     report = (results / "REPORT.md").read_text()
     for path in paths:
         assert path.name in report and path.with_suffix(".png").stat().st_size > 10_000

@@ -1,6 +1,6 @@
 """What `bench_attention.py` makes of times: rates, and whose errors count."""
 
-from benchmarks import bench_attention
+from benchmarks.suites import bench_attention
 
 CEILING = {"threads": 2, "gemm_gflop_s": 100.0, "read_gb_s": 10.0, "instructions": "avx2"}
 

@@ -11,18 +11,17 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from benchmarks import (
+from benchmarks.harness import engines, latin_square, result_csv
+from benchmarks.harness.engines import Engine, Limits
+from benchmarks.report import write_report
+from benchmarks.suites import (
     bench_attention,
     bench_decode,
     bench_fewshot,
     bench_needles,
     bench_throughput,
-    common,
-    engines,
-    plot,
-    turns,
+    bench_tree,
 )
-from benchmarks.engines import Engine, Limits
 from tests.benchmarks.reports import assert_checked, assert_reported, read
 from tests.engine.engine import SMOLLM2
 from vllm_relay.serving.systems import FOUR, System
@@ -36,7 +35,7 @@ def started(model: Path) -> Iterator[dict[str, Engine]]:
     """Four systems and their ceiling, which relay whatever saves a read."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        keys = (*FOUR, "no-attention")
+        keys = (*FOUR, "no-attention", "relay-1-level")
         with engines.engines(
             model, keys, Limits(1024, 8), prefixes=[PREFIX], settings={"min_saved_tokens": 0}
         ) as found:
@@ -49,10 +48,12 @@ def shared(started: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
 
     @contextmanager
     def found(model: Any, keys: Any, *_: Any, **__: Any) -> Iterator[dict[str, Engine]]:
-        yield {key: started[key] for key in keys}
+        # "relay" finds as many levels as there are: here two
+        yield {key: started["relay" if key == "relay-2-levels" else key] for key in keys}
 
-    for module in (turns, bench_decode):
+    for module in (latin_square, bench_decode):
         monkeypatch.setattr(module, "engines", found)
+    monkeypatch.setattr(bench_tree, "write_random_model", lambda folder, *heads: folder)
 
 
 @pytest.mark.parametrize(
@@ -61,8 +62,13 @@ def shared(started: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
         (bench_throughput, "--prefix 64 256 --mix 8 4 --requests 4 --repeats 1", 4 * 4),
         (bench_fewshot, "--examples 0 3 --subjects 2 --questions 2 --steps 3 --repeats 1", 2 * 4),
         (bench_needles, "--document 400 --facts 3 --questions 1 2 --steps 4 --repeats 1", 2 * 5),
+        (
+            bench_tree,
+            "--examples 512 --problem 0 256 --problems 2 --samples 4 --steps 3 --repeats 1",
+            2 * 4,
+        ),
     ],
-    ids=["throughput", "fewshot", "needles"],
+    ids=["throughput", "fewshot", "needles", "tree"],
 )
 def test_it_measures_every_system_and_the_report_shows_it(
     script: Any, options: str, count: int, results: Path, shared: None
@@ -118,7 +124,7 @@ def test_wrong_answers_give_no_speed(
     def found(*_: Any, **__: Any) -> Iterator[dict[str, Engine]]:
         yield {"stock": started["stock"], "relay": started["no-attention"]}
 
-    for module in (turns, bench_decode):
+    for module in (latin_square, bench_decode):
         monkeypatch.setattr(module, "engines", found)
     options = "--prefix 64 --requests 2 --repeats 1 --save"
     assert bench_throughput.main(options.split()) == 1
@@ -144,14 +150,14 @@ def test_a_kernel_that_is_wrong_gives_no_speed(
 
 
 def test_the_report_says_how_far_two_runs_of_one_command_are_apart(tmp_path: Path) -> None:
-    prov = {**common.provenance(), "command": "python benchmarks/bench_tree.py"}
+    prov = {**result_csv.source(), "command": "python benchmarks/suites/bench_tree.py"}
     for times in (2.0, 2.2, 3.0):
         ratio = {"times_as_fast_as_stock": times, "times_min": times - 0.2, "times_max": times}
         of = {"examples_tokens": 8, "problem_tokens": 4, "problems": 2, "samples": 2}
         measured = {"seconds": 1.0, "seconds_min": 1.0, "seconds_max": 1.0, "tok_s": 2.0}
         row = {**of, "system": "relay-2-levels", **measured, **ratio, "logprob_rms": ""}
         row["steps_relayed"] = 1
-        common.write_csv(tmp_path / "tree.csv", [row], prov)
+        result_csv.write_csv(tmp_path / "tree.csv", [row], prov)
     report = assert_reported(tmp_path)
     # 3.0 against 2.2: apart by more than either's rounds
     assert "In 0 of 1 ratios to vLLM the range of the newest run alone overlaps" in report
@@ -184,20 +190,20 @@ def test_a_short_case_gets_more_rounds(
 ) -> None:
     asked: list[int] = []
 
-    def make_round(number: int) -> turns.Round:
+    def make_round(number: int) -> latin_square.Round:
         asked.append(number)
         return [[number + 3]] * 2, [1] * 2
 
-    case = turns.Case({"requests": 2}, make_round)
+    case = latin_square.Workload({"requests": 2}, make_round)
     both = {key: started[key] for key in ("stock-no-caching", "stock")}
-    for min_seconds, rounds in ((0, 2), (1e-9, 2), (1e9, turns.MOST_ROUNDS)):
+    for min_seconds, rounds in ((0, 2), (1e-9, 2), (1e9, latin_square.MOST_ROUNDS)):
         asked.clear()
-        rows = turns.compare(both, case, 2, min_seconds).rows()
+        rows = latin_square.compare(both, case, 2, min_seconds).rows()
         assert [row["rounds"] for row in rows] == [rounds] * 2
         assert asked == list(range(rounds + 1))  # and one that warms up
     finish = Engine.finish
     monkeypatch.setattr(Engine, "finish", lambda *given: replace(finish(*given), seconds=0.25))
-    assert turns.compare(both, case, 2, 2.0).rows()[0]["rounds"] == 4
+    assert latin_square.compare(both, case, 2, 2.0).rows()[0]["rounds"] == 4
 
 
 def test_engines_that_are_up_are_closed_when_another_does_not_start(
@@ -232,17 +238,20 @@ def test_requests_that_do_not_fit_are_refused(started: dict[str, Engine]) -> Non
 
 def test_a_check_that_sees_nothing_is_no_check(started: dict[str, Engine]) -> None:
     """Attention in the place of the engine that skips it."""
-    case = turns.Case({"requests": 1}, lambda number: ([[number + 3, 7, 9]], [4]))
+    case = latin_square.Workload({"requests": 1}, lambda number: ([[number + 3, 7, 9]], [4]))
     both = {"stock": started["stock"], "no-attention": started["stock-no-caching"]}
-    (said,) = turns.compare(both, case, 1).wrong()
-    assert said.startswith("no attention at all") and "answers do not tell" in said
-    assert turns.compare({**both, "no-attention": started["no-attention"]}, case, 1).wrong() == []
+    (said,) = latin_square.compare(both, case, 1).wrong()
+    assert said.startswith("no attention at all") and "does not detect" in said
+    assert (
+        latin_square.compare({**both, "no-attention": started["no-attention"]}, case, 1).wrong()
+        == []
+    )
 
 
 def test_words_that_were_planted_are_recognised() -> None:
     tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
     given = ["--document", "600", "--facts", "4", "--questions", "3", "5"]
-    prefix, cases = bench_needles.make_cases(tokenizer, bench_needles.parse(given))
+    prefix, cases = bench_needles.make_workloads(tokenizer, bench_needles.parse(given))
     prompts, lengths = cases[1].make_round(1)
     text = tokenizer.decode(prompts[0])
     asked = re.findall(r"The secret word of (\w+) is (\w+)", text)
@@ -261,15 +270,15 @@ def test_words_that_were_planted_are_recognised() -> None:
     assert cases[1].right([answer(prompts[0], "no word of ours"), *answers[1:]]) == 4
     # too short for a fact
     with pytest.raises(SystemExit, match="hold no fact"):
-        bench_needles.make_cases(tokenizer, bench_needles.parse(["--document", "8"]))
+        bench_needles.make_workloads(tokenizer, bench_needles.parse(["--document", "8"]))
 
 
 def test_two_runs_are_pooled_by_case() -> None:
     newest = [{"system": x, "times_min": 2.0, "times_max": 3.0, "ms_min": 1.0} for x in "ab"]
     before = [{"system": "b", "times_min": 1.0, "times_max": 4.0, "ms_min": ""}]
-    assert plot.pooled(newest, before) == [
+    assert write_report.pooled(newest, before) == [
         newest[0], {"system": "b", "times_min": 1.0, "times_max": 4.0, "ms_min": 1.0}
     ]  # fmt: skip
     # single rounds are kept apart
-    rounds = plot.pooled([{"round": 1, "system": "a"}], [{"round": 1, "system": "a"}])
+    rounds = write_report.pooled([{"round": 1, "system": "a"}], [{"round": 1, "system": "a"}])
     assert [row["round"] for row in rounds] == [(0, 1), (1, 1)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench_choice
+from benchmarks.suites import bench_choice
 from tests.engine.engine import ROOT, environment
 from vllm_relay.sharing.cost_store import load
 
@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 def run(*command: str, cwd: Path, status: tuple[int, ...] = (0,), **env: str) -> str:
     done = subprocess.run(
         [sys.executable, *command],
-        env=environment(**env),
+        # the engine in the command's own process: one start of Python and vLLM less
+        env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", **env),
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -49,7 +50,7 @@ def test_calibrate_measures_and_keeps_what_the_backend_then_finds(tmp_path: Path
 
 def test_the_grid_runs_and_outputs_agree(tmp_path: Path) -> None:
     text = run(
-        str(ROOT / "benchmarks" / "bench_choice.py"),
+        str(ROOT / "benchmarks" / "suites" / "bench_choice.py"),
         *("--heads", "2", "1", "64", "--points", "3", "--kv-gib", "1"),
         cwd=tmp_path,
         # so small a run need not reach the bars, but it has to measure
@@ -62,7 +63,7 @@ def test_the_grid_runs_and_outputs_agree(tmp_path: Path) -> None:
 
 def test_planning_is_timed_in_a_step(tmp_path: Path) -> None:
     text = run(
-        str(ROOT / "benchmarks" / "bench_planning.py"),
+        str(ROOT / "benchmarks" / "suites" / "bench_planning.py"),
         *("--heads", "2", "1", "64", "--requests", "6", "--shared", "512", "--steps", "8"),
         cwd=tmp_path,
     )

@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks import chat, common, demo, demo_tables
-from vllm_relay.serving import processes
+from benchmarks import demo
+from benchmarks.harness import chat, environment, result_csv
+from benchmarks.report import demo_tables
+from vllm_relay.serving import commands, processes
 
 HEALTHY_LOG = """\
 (Worker pid=7) INFO 01-01 00:00:00 [metrics.py:9] 24 requests share 3,968 tokens in 1 group: 90 %
@@ -34,11 +36,11 @@ SYSTEM_KV_LOG = f"""\
 BENCH = {"median_ttft_ms": 1000.0, "median_tpot_ms": 20.0, "output_throughput": 300.0}
 
 
-def answer(tokens: str, *logprobs: float, lead: float = 1.0) -> chat.Answer:
-    return chat.Answer(tokens, tuple(tokens), logprobs, (lead,) * len(logprobs))
+def answer(tokens: str, *logprobs: float, lead: float = 1.0) -> chat.ChatAnswer:
+    return chat.ChatAnswer(tokens, tuple(tokens), logprobs, (lead,) * len(logprobs))
 
 
-def served(label: str, *answers: chat.Answer, **changes: Any) -> demo_tables.Run:
+def served(label: str, *answers: chat.ChatAnswer, **changes: Any) -> demo_tables.Run:
     """What a server did that gave the same answers twice."""
     same = {"answers": list(answers), "again": list(answers), "first_ttft": 5.0, "bench": BENCH}
     return demo_tables.Run(label=label, **{**same, **changes})
@@ -244,9 +246,10 @@ def record_servers(
         options.append(more | {"system": system})
         return served(label, bench_seconds=bench_seconds)
 
-    def build(model: Path, prompt: Path, *rest: Any, **more: Any) -> Path:
+    def build(model: Path, output: Path, given: list[str], **more: Any) -> Path:
         assert len(started) == 2  # it does not compute beside a server that is measured
-        return prompt
+        assert given[0] == "--system-prompt" and output.suffix == ".relay"
+        return Path(given[1])
 
     monkeypatch.setattr(demo, "run_server", start)
     monkeypatch.setattr(demo, "build_system_kv", build)
@@ -333,13 +336,13 @@ def test_an_empty_first_answer_is_no_measurement() -> None:
 def test_a_build_that_fails_says_why(tmp_path: Path) -> None:
     missing = tmp_path / "missing.txt"
     with pytest.raises(processes.ProcessDied, match=r"status 1:(.|\n)*missing\.txt"):
-        processes.build_system_kv(tmp_path, missing, [], env={}, report=lambda doing: None)
+        commands.build_system_kv(tmp_path, tmp_path / "x.relay", ["--system-prompt", str(missing)])
 
 
 def test_csv_carries_provenance_and_never_overwrites(tmp_path: Path) -> None:
     target = tmp_path / "new" / "demo.csv"
     rows = [{"backend": "stock"}, {"backend": "relay", "steps": 3}]
-    written = {common.write_csv(target, rows, {"device": "x, y"}) for _ in range(3)}
+    written = {result_csv.write_csv(target, rows, {"device": "x, y"}) for _ in range(3)}
     assert len(written) == 3
     for path in written:
         with path.open(newline="") as file:
@@ -348,17 +351,17 @@ def test_csv_carries_provenance_and_never_overwrites(tmp_path: Path) -> None:
                 {"backend": "relay", "device": "x, y", "steps": "3"},
             ]
     with pytest.raises(ValueError, match="rows"):
-        common.write_csv(target, [], {})
+        result_csv.write_csv(target, [], {})
 
 
 def test_missing_model_names_the_command(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="make model"):
-        common.model_path(tmp_path)
+        environment.model_path(tmp_path)
 
 
 def test_provenance_names_no_folder_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [demo.__file__, "--save"])
-    prov = common.provenance()
+    prov = result_csv.source()
     assert prov["command"] == "python benchmarks/demo.py --save"
     assert all(isinstance(value, str) and value for value in prov.values())
 
@@ -384,7 +387,7 @@ def test_a_dead_process_shows_the_end_of_its_log(tmp_path: Path) -> None:
     assert str(child.died()) == "server ended with status 3:\nwhy"
 
 
-def test_phase_is_the_youngest_known_line(tmp_path: Path) -> None:
-    log = "Resolved architecture: X\nStarting to load model x...\nsomething else\n"
-    assert processes.phase(log) == "loading the weights"
-    assert processes.phase("") == "importing vLLM"
+def test_the_newest_message_of_a_log_says_what_a_server_is_doing() -> None:
+    log = "INFO 01-01 00:00:00 [core.py:99] Initializing\nINFO [loader.py:7] Loading x\nother\n"
+    assert processes.last_message(log) == "Loading x"
+    assert processes.last_message("") == "importing vLLM"

@@ -1,7 +1,6 @@
 """gpu_check without a GPU: arguments, rows, arithmetic, judgement, and what runs on a CPU."""
 
 import csv
-import os
 import subprocess
 import sys
 import time
@@ -21,8 +20,8 @@ from benchmarks.gpu.journal import (
     Journal,
     Selection,
     Wrong,
-    provenance,
     run_cases,
+    source,
 )
 from benchmarks.gpu.timing import Ceilings
 
@@ -83,7 +82,7 @@ def test_without_a_gpu_it_says_so_in_one_line_and_writes_nothing(tmp_path: Path)
 def test_every_part_names_its_columns_and_cases_once() -> None:
     for part in gpu_check.PARTS:
         module, _ = gpu_check.module_of(part)
-        columns = ["case", "status", "failure", *module.COLUMNS, *provenance()]
+        columns = ["case", "status", "failure", *module.COLUMNS, *source()]
         assert len(set(columns)) == len(columns)
     for module in (op, __import__("benchmarks.gpu.kernels", fromlist=["cases"])):
         names = [case.name for case in module.cases(quick=False)]
@@ -155,7 +154,7 @@ def test_rows_name_the_command_as_it_was_given(monkeypatch: pytest.MonkeyPatch) 
     ]
     monkeypatch.setattr(sys, "argv", given)
     command = "python benchmarks/gpu_check.py op --quick --cases 'B=1 *'"
-    assert provenance()["command"] == command
+    assert source()["command"] == command
 
 
 def test_only_chosen_cases_run(tmp_path: Path) -> None:
@@ -230,7 +229,7 @@ def test_a_missed_bar_and_a_case_left_out_do_not_pass_and_are_named(
     monkeypatch.setattr(gpu_check, "module_of", lambda part: (Module, ()))
     monkeypatch.setattr(gpu_check, "run_processes", run_processes)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu_check, "provenance", lambda: SOURCE)
+    monkeypatch.setattr(gpu_check, "source", lambda: SOURCE)
     status = gpu_check.main(["op", "--out", str(tmp_path), "--cases", chosen])
     last = capfd.readouterr().out.splitlines()[-1]
     assert status == bool(trouble)
@@ -248,15 +247,6 @@ def test_the_last_line_names_what_a_part_that_was_ended_had_written(
     monkeypatch.setattr(gpu_check, "run_processes", ended)
     found = gpu_check.drive("op", Namespace(out=tmp_path))
     assert found == ["missed: slow (MISSED: b)", "ended before its last case"]
-
-
-@pytest.mark.slow
-def test_our_kernels_under_the_interpreter() -> None:
-    cases = Path(__file__).with_name("interpreted_gpu_check.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)]
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:]
 
 
 @pytest.mark.gpu

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu import children, engine, in_engine, parity
-from benchmarks.gpu.children import EngineFailed, record, rows_of
+from benchmarks.gpu import engine, engine_patches, engine_runner, parity
+from benchmarks.gpu.engine_runner import EngineFailed, record, rows_of
 from benchmarks.gpu.journal import Clock, Journal
 from benchmarks.gpu.timing import Ceilings
-from benchmarks.random_model import VOCABULARY, write_random_model
+from benchmarks.harness.random_model import VOCABULARY, write_random_model
 
 CPU_PLANT = "tests.benchmarks.test_gpu_check_engines:plant_wrong_lse_on_cpu"
 
@@ -44,7 +44,7 @@ def test_an_engine_that_fails_costs_one_row(tmp_path: Path, capfd: Any) -> None:
 
 
 def test_an_engine_whose_time_is_up_is_ended(tmp_path: Path) -> None:
-    clock = Clock(time.time() - children.GRACE - 1)
+    clock = Clock(time.time() - engine_runner.GRACE - 1)
     spec = {"job": "reference", "cases": [], "engine": {"model": "none"}}
     with pytest.raises(EngineFailed, match="its time was up"):
         list(rows_of(spec, tmp_path, "relay", clock, {}))
@@ -121,7 +121,7 @@ def test_runner_v2_produces_the_forced_tokens(
 
     monkeypatch.setattr(Sampler, "add_request", sampler_class.add_request)
     monkeypatch.setattr(Sampler, "sample", sampler_class.sample)
-    in_engine.force_tokens_on_v2()
+    engine_patches.force_tokens_on_v2()
     sampler = Sampler.__new__(Sampler)
     sampler.added = []
     old = sampler_class is Sampler26
@@ -166,7 +166,7 @@ def test_the_planted_error_is_in_the_lse_of_segments_and_not_in_the_self_test(
     real = paged.paged_relay
     assert cuda_impl.paged_relay is self_test.paged_relay is real
     monkeypatch.setattr(cuda_impl, "paged_relay", stock)
-    in_engine.plant_wrong_lse()
+    engine_patches.plant_wrong_lse()
     assert self_test.paged_relay is paged.paged_relay is real
     step = [Part(causal=False), Part(causal=True)]
     found = cuda_impl.paged_relay(0, 0, 0, step, lambda *_: torch.ones(1), out=None, side=None)
@@ -182,8 +182,8 @@ def test_full_graphs_are_counted_on_both_runners(monkeypatch: pytest.MonkeyPatch
     ran = []
     monkeypatch.setattr(CudaGraphManager, "run_fullgraph", lambda self, desc: ran.append(desc))
     monkeypatch.setattr(CUDAGraphWrapper, "__call__", lambda self, x: ran.append(x))
-    before = in_engine.replays()
-    in_engine.count_replays()
+    before = engine_patches.replays()
+    engine_patches.count_replays()
     CudaGraphManager.__new__(CudaGraphManager).run_fullgraph("v2")
     modes = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
     for own in modes:
@@ -194,11 +194,11 @@ def test_full_graphs_are_counted_on_both_runners(monkeypatch: pytest.MonkeyPatch
             context = ForwardContext({}, {}, {}, cudagraph_runtime_mode=mode)
             with override_forward_context(context):
                 wrapper(mode.name)
-    assert in_engine.replays() - before == 2 and len(ran) == 9
+    assert engine_patches.replays() - before == 2 and len(ran) == 9
 
 
 def plant_wrong_lse_on_cpu() -> None:
-    """`in_engine.plant_wrong_lse` for the CPU backend."""
+    """`engine_patches.plant_wrong_lse` for the CPU backend."""
     from tests.engine.in_worker import WorkerExtension
 
     WorkerExtension().plant("lse")
@@ -244,7 +244,7 @@ def test_decode_is_timed_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     settings = (("enforce_eager", True), ("additional_config", {"relay": {"min_saved_tokens": 0}}))
     settings += (("dtype", "float32"),)
     systems = [
-        engine.System(name, backend, "v1", settings, graphs=False)
+        engine.EngineSetup(name, backend, "v1", settings, graphs=False)
         for name, backend in (("stock", "CPU_ATTN"), ("relay", "RELAY"))
     ]
     left_out = engine.run_model(

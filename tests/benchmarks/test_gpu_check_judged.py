@@ -11,7 +11,7 @@ from benchmarks.gpu import engine, op, parity, systems
 from benchmarks.gpu.engine_systems import PARTS, SYSTEMS, SYSTEMS_V1
 from benchmarks.gpu.journal import Clock, Journal, Wrong, run_cases
 from benchmarks.gpu.parity_runs import RUNS, Run
-from benchmarks.gpu.timing import Ceilings, Shape
+from benchmarks.gpu.timing import Ceilings, DecodeStep
 
 # 4 TB/s of reads, 800 TFLOP/s
 CEILINGS = Ceilings(copy=3.9e12, read=4e12, matmul=8e14)
@@ -34,7 +34,7 @@ def test_the_bar_of_the_op_is_judged_against_the_faster_stock(
         assert row.get("stock", "none") in bars[1] or not stock_us
     for system in ("stock", "stock-graphs", "relay-free", "relay-dense"):
         assert "bar" not in op.judged(op.BAR, system, us, 40.0, stock_us)
-    assert "bar" not in op.judged(Shape(8, 1024, 512), "relay", us, 40.0, stock_us)
+    assert "bar" not in op.judged(DecodeStep(8, 1024, 512), "relay", us, 40.0, stock_us)
 
 
 def test_flashinfer_has_time_to_compile_until_it_has_run(
@@ -46,7 +46,7 @@ def test_flashinfer_has_time_to_compile_until_it_has_run(
         def left(self) -> float:
             return left.pop(0)
 
-    def run(self: op.Bench, shape: Shape, system: str) -> dict[str, Any]:
+    def run(self: op.Bench, shape: DecodeStep, system: str) -> dict[str, Any]:
         self.compiled.add(system)
         return {}
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu import engine, models, op, parity, partials, systems
-from benchmarks.gpu.inputs import BLOCK, agrees, forest_tables, shared_batch
+from benchmarks.gpu import engine, flash_check, models, op, parity, systems
+from benchmarks.gpu.batches import BLOCK, agrees, forest_tables, shared_batch
 from benchmarks.gpu.journal import Wrong
-from benchmarks.gpu.timing import Ceilings, Shape
-from tests.unit.backend.reference_flash import flash_attn_varlen_func as reference_varlen
+from benchmarks.gpu.timing import Ceilings, DecodeStep
+from tests.reference_flash import flash_attn_varlen_func as reference_varlen
 from vllm_relay.ops import reference
 from vllm_relay.sharing import find_forest
 
@@ -20,12 +20,12 @@ CEILINGS = Ceilings(copy=3.9e12, read=4e12, matmul=8e14)
 
 
 def test_the_roofline_of_a_step_is_its_least_bytes_or_its_flops() -> None:
-    many = Shape(64, 8192, 512)
+    many = DecodeStep(64, 8192, 512)
     assert many.bytes == (2 * 8 * (8192 + 64 * 512) + 2 * 64 * 32) * 128 * 2
     assert many.flops == 2 * 2 * 64 * 32 * 128 * (8192 + 512)
     # 168.8 MB at 4 TB/s are 42.2 us; 9.1 GFLOP at 800 TFLOP/s are 11.4 us
     assert many.roofline_us(CEILINGS) == pytest.approx(42.2, abs=0.05)
-    wide = Shape(256, 65536, 16, kv_heads=1)
+    wide = DecodeStep(256, 65536, 16, kv_heads=1)
     assert wide.roofline_us(CEILINGS) == pytest.approx(wide.flops / 8e14 * 1e6)
 
 
@@ -38,7 +38,7 @@ def test_the_roofline_of_an_engine_reads_all_weights_once(model: str, billions: 
 
 
 def test_shared_batches_share_their_prefix_and_nothing_else() -> None:
-    shape = Shape(5, 48, 20, query_heads=4, kv_heads=2, head_size=32)
+    shape = DecodeStep(5, 48, 20, query_heads=4, kv_heads=2, head_size=32)
     batch = shared_batch(shape, "cpu")
     table = batch.block_table
     assert (table[:, :3] == table[0, :3]).all() and (table > 0).all()
@@ -61,7 +61,7 @@ def test_forest_tables_say_what_a_plan_must_find(groups: int) -> None:
 
 
 def test_flashinfer_is_told_the_same_pages() -> None:
-    shape = Shape(3, 32, 21)
+    shape = DecodeStep(3, 32, 21)
     table = shared_batch(shape, "cpu").block_table
     queries, pages, ids, last = systems.cascade_pages(table, shape)
     assert [x.tolist() for x in queries] == [[0, 3], [0, 1, 2, 3]]
@@ -85,8 +85,8 @@ def test_agreement_is_held_against_the_stock_kernel() -> None:
 
 def test_partials_of_flash_attention_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(varlen: Any) -> dict[str, Any]:
-        monkeypatch.setattr(partials, "flash_attention", lambda version: varlen)
-        return partials.varlen(3, device="cpu")
+        monkeypatch.setattr(flash_check, "flash_attention", lambda version: varlen)
+        return flash_check.varlen(3, device="cpu")
 
     assert check(reference_varlen)["correct"] == "yes"
 

@@ -34,7 +34,7 @@ def test_every_benchmark_runs_and_is_kept_whatever_fails(
     monkeypatch.setattr("sys.argv", ["run_all.py", *grid])
     assert run_all.main() == 1
     *benchmarks, report = commands
-    assert len(benchmarks) == count and Path(report[1]).name == "plot.py"
+    assert len(benchmarks) == count and Path(report[1]).name == "write_report.py"
     for _, script, *options in benchmarks:
         assert Path(script).is_file() and options[-1] == "--save"
     assert "failed: tree" in capsys.readouterr().out
@@ -43,7 +43,7 @@ def test_every_benchmark_runs_and_is_kept_whatever_fails(
 @pytest.mark.parametrize("run", run_all.RUNS, ids=lambda run: run.name)
 def test_its_options_are_those_of_the_benchmark(run: run_all.Run, monkeypatch: Any) -> None:
     """Without measuring anything: each script gets as far as its parser."""
-    script = import_module(f"benchmarks.bench_{run.name}")
+    script = import_module(f"benchmarks.suites.bench_{run.name}")
     parse = argparse.ArgumentParser.parse_args
 
     class Parsed(Exception):
@@ -64,7 +64,7 @@ def test_its_options_are_those_of_the_benchmark(run: run_all.Run, monkeypatch: A
 def test_one_benchmark_alone(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["run_all.py", "--only", "decode"])
     assert run_all.main() == 0
-    assert [Path(command[1]).name for command in commands] == ["bench_decode.py", "plot.py"]
+    assert [Path(command[1]).name for command in commands] == ["bench_decode.py", "write_report.py"]
 
 
 def test_the_trace_report_tells_what_is_saved(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_the_trace_report_tells_what_is_saved(tmp_path: Path) -> None:
         for i in range(100, 108)
     ]
     trace.write_text("".join(json.dumps(request) + "\n" for request in requests))
-    command = [sys.executable, str(ROOT / "benchmarks" / "trace_report.py"), str(trace)]
+    command = [sys.executable, str(ROOT / "benchmarks" / "suites" / "bench_trace.py"), str(trace)]
     command += ["--concurrency", "8", "--objective", "reads"]
     done = subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=300, check=False

@@ -1,15 +1,45 @@
-"""`bench_serving.py`, tiny, on real servers and with the real client."""
+"""`bench_serving.py` and `vllm-relay bench`: real servers, the real client, a small model."""
 
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import bench_serving
+from benchmarks.suites import bench_serving
 from tests.benchmarks.reports import assert_reported, read
-from vllm_relay.serving.serving import WrongAnswers
+from tests.unit.test_cli_bench import run
+from vllm_relay.serving import comparison, processes
+from vllm_relay.serving.agreement import WrongAnswers
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+def test_a_model_and_a_prompt_are_served_with_and_without_relay(
+    tmp_path: Path, model: Path
+) -> None:
+    """`vllm-relay bench` as users run it, three systems of the four: each is a server to start."""
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("You are a careful assistant. Answer in one short sentence. " * 25)
+    done = run(
+        *("--model", model, "--system-prompt", prompt, "--requests", 4, "--tokens", 6),
+        *("--repeats", 1, "--rate", 50, "--bound", 100, "--json"),
+        *("--enforce-eager", "--max-model-len", 1024, "--max-num-seqs", 4),
+    )
+    shown = json.loads(done.stdout)
+    keys = ["stock", "relay", "relay-system-kv"]
+    assert [gain["system"] for gain in shown["gains"]] == keys
+    for gain in shown["gains"]:
+        assert gain["tokens_per_s"] > 0
+    assert shown["sustained"] == dict.fromkeys(keys, 50)
+    assert shown["provenance"]["vllm"] == version("vllm") and shown["provenance"]["device"]
+    for found in shown["rows"]:
+        assert found["requests"] == 4 and 0 <= found["logprob_rms"] < 0.1
+        assert found["ttft_mean_s"] > 0 and found["normalized_s"] > 0
+    assert "checking that all answer alike" in done.stderr
 
 
 def test_wrong_answers_give_no_speed(
@@ -18,7 +48,7 @@ def test_wrong_answers_give_no_speed(
     def compare(*_: Any, **__: Any) -> None:
         raise WrongAnswers("relay [/is off]: no speed is reported")  # as logs have it: no markup
 
-    monkeypatch.setattr(bench_serving.serving, "compare", compare)
+    monkeypatch.setattr(bench_serving.comparison, "compare", compare)
     monkeypatch.setattr("tempfile.tempdir", str(results))  # logs stay
     options = "--prefix-tokens 300 --systems stock relay --save --model"
     assert bench_serving.main([*options.split(), str(model)]) == 1
@@ -27,21 +57,61 @@ def test_wrong_answers_give_no_speed(
     assert not list(results.glob("*.csv"))
 
 
+def test_the_system_prompt_of_the_chats_is_built_and_loaded(
+    results: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without servers: the file that `build_system_kv` returns is the one the systems load."""
+    asked: dict[str, Any] = {}
+
+    def build(model: Path, output: Path, options: list[str], **_: Any) -> Path:
+        asked["prompt"] = Path(options[options.index("--system-prompt") + 1]).read_text()
+        return output
+
+    def compare(model: Path, keys: list[str], *_: Any, **more: Any) -> None:
+        asked.update(keys=keys, files=more["files"], checked=more["checked"])
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr(bench_serving, "build_system_kv", build)
+    monkeypatch.setattr(comparison, "compare", compare)
+    monkeypatch.setattr("tempfile.tempdir", str(results))
+    options = ["--prefix-tokens", "300", "--model", str(model)]
+    assert bench_serving.main(options) == 1
+    assert [file.name for file in asked["files"]] == ["prompt.relay"]
+    assert asked["prompt"] in asked["checked"][0]
+    # nobody knows the prefixes of the client's own prompts beforehand
+    assert bench_serving.main([*options, "--dataset", "random"]) == 1
+    assert asked["files"] == [] and "relay-system-kv" not in asked["keys"]
+
+
 def test_servers_are_measured_on_chats_and_on_the_clients_own_prompts(
     results: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_serving, "ENV", {"VLLM_CPU_KVCACHE_SPACE": "1"})
-    options = "--prefix-tokens 300 --requests 3 --tokens 4 --repeats 1 --seconds 0.15 --save "
-    chat = "--systems stock relay-system-kv --rates inf 20 --bound 60"
-    for given in (chat, "--systems stock relay --dataset prefix_repetition --rates inf"):
-        assert bench_serving.main([*f"{options}{given}".split(), "--model", str(model)]) == 0
+    """Two runs on the same two servers, which the first of them starts."""
+    running: dict[str, processes.Server] = {}
+    with ExitStack() as stack:
+
+        @contextmanager
+        def serving(model: Path, flags: list[str], log: Path, **given: Any) -> Iterator[Any]:
+            if log.stem not in running:
+                kept = results / log.name
+                started = processes.serving(model, flags, kept, **given)
+                running[log.stem] = stack.enter_context(started)
+            yield running[log.stem]
+
+        monkeypatch.setattr(comparison, "serving", serving)
+        monkeypatch.setattr(bench_serving, "ENV", {"VLLM_CPU_KVCACHE_SPACE": "1"})
+        options = "--prefix-tokens 300 --requests 3 --tokens 4 --repeats 1 --seconds 0.15 --save "
+        options += "--systems stock relay "
+        for given in ("--rates inf 20 --bound 60", "--dataset prefix_repetition --rates inf"):
+            given_options = f"{options}{given}".split()
+            assert bench_serving.main([*given_options, "--model", str(model)]) == 0
     chats, rows = read(results, "serving")
     others, more = read(results, "serving-prefix_repetition")
     for row in rows + more:
         assert float(row["tokens_per_s"]) > 0 and 0 <= float(row["logprob_rms"]) < 0.1
         assert row["requests"] == "3" and float(row["normalized_s"]) > 0
     assert [(row["rate"], row["system"]) for row in rows] == [
-        ("inf", "relay-system-kv"), ("inf", "stock"), ("20.0", "stock"), ("20.0", "relay-system-kv")
+        ("inf", "relay"), ("inf", "stock"), ("20.0", "stock"), ("20.0", "relay")
     ]  # fmt: skip
     assert "within 60 s per token: vLLM: at least 20 requests/s" in assert_reported(results, chats)
     assert {row["system"] for row in more} == {"stock", "relay"} and others.is_file()

@@ -10,33 +10,12 @@ from unittest import mock
 
 import numpy as np
 import torch
-from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
+from benchmarks.harness.force_tokens import ForceTokens  # noqa: F401
 from vllm_relay.ops.cpu.attention import fuse
 from vllm_relay.ops.native import library as native
 
 
-class ForceTokens(AdapterLogitsProcessor):
-    """Makes a request produce ``extra_args["force"]``.
-
-    Logprobs are taken from the logits before that.
-    """
-
-    def is_argmax_invariant(self) -> bool:
-        return False
-
-    def new_req_logits_processor(self, params: Any) -> Any:
-        forced = (params.extra_args or {}).get("force")
-        if forced is None:
-            return None
-
-        def force(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-            token = forced[len(output_ids)]
-            masked = torch.full_like(logits, -torch.inf)
-            masked[token] = 0.0
-            return masked
-
-        return force
 
 
 def _wrong_paged_lse(stock: Any) -> Any:

@@ -1,7 +1,7 @@
 """As run_engine.py, with the CUDA backend in the CPU engine: ``run_cuda_on_cpu.py SPEC RESULT``.
 
 Scheduler, block tables, prefix caching and runner are the engine's own; FlashAttention is
-`tests.unit.backend.reference_flash` and Triton runs in its interpreter (TRITON_INTERPRET=1). The engine
+`tests.reference_flash` and Triton runs in its interpreter (TRITON_INTERPRET=1). The engine
 runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0).
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 def put_cuda_backend() -> None:
     """Make the CUDA backend what ``--attention-backend relay`` finds on this platform."""
     import vllm_relay
-    from tests.unit.backend import reference_flash
+    from tests import reference_flash
 
     vllm_relay.register()
     from vllm.v1.attention.backends import flash_attn

@@ -42,7 +42,7 @@ def test_under_load_no_copy_is_stale_and_answers_are_vllms_own(model: Path, tmp_
                 if token != other:
                     break
                 differences.append(logprob - other_logprob)
-    # tests/engine/test_parity.py bounds the distance; stale or foreign KV would be off by more than 1
+    # test_parity.py bounds the distance; stale or foreign KV would be off by more than 1
     # nearly everywhere
     assert len(differences) > 500
     assert np.sqrt(np.mean(np.square(differences))) < 0.15

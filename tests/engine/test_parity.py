@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.random_model import VOCABULARY, write_random_model
+from benchmarks.harness.random_model import VOCABULARY, write_random_model
 from tests.engine.engine import SMOLLM2, run_engine
 
 STEPS = 64
@@ -26,7 +26,7 @@ UNGROUPED = 5
 # a system prompt, a document and a sample's own.
 TREE, TREE_TOKENS = (2, 3, 4), (300, 280, 60)
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 def _source(tokens: np.ndarray) -> Callable[[int], list[int]]:

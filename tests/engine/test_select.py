@@ -13,9 +13,9 @@ from openai import OpenAI
 from benchmarks.common import OFFLINE
 from benchmarks.random_model import write_random_model
 from tests.engine.engine import SMOLLM2, environment, run_engine
-from vllm_relay.serving.processes import serving, vllm
+from vllm_relay.serving.processes import beside_python, serving
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SMALL = ["--max-model-len", "2048", "--enforce-eager", "--max-num-seqs", "16"]
 # Without it vLLM kills its workers when a server stops, before they can report.
@@ -156,7 +156,7 @@ def test_a_model_with_no_supported_layer_starts_delegates_and_says_so_once(
 
 def _refusal(*flags: str) -> str:
     done = subprocess.run(
-        vllm("serve", str(SMOLLM2), *flags, *SMALL),
+        beside_python("vllm", "serve", str(SMOLLM2), *flags, *SMALL),
         env=environment(**OFFLINE),
         capture_output=True,
         text=True,

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.random_model import LAYERS, VOCABULARY, write_random_model
+from benchmarks.harness.random_model import LAYERS, VOCABULARY, write_random_model
 from tests.engine.system_kv import BLOCK, build, run_program, run_relay
 from vllm_relay.system_kv.file import SystemKVFile, tensor_names, write_file
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 # 5 full blocks of 128 and a rest that is prefilled with every request
 TOKENS = np.random.default_rng(5).integers(3, VOCABULARY, size=700).tolist()

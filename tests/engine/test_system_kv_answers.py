@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks.chat import licence_prompt, questions
+from benchmarks.harness.chat import licence_prompt, questions
 from tests.engine.engine import SMOLLM2
 from tests.engine.system_kv import BLOCK, run_program, run_relay
 from vllm_relay.system_kv.file import SystemKVFile
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 STEPS = 16
 REQUESTS = 50

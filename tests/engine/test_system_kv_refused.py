@@ -18,16 +18,16 @@ from openai import OpenAI
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from benchmarks.common import OFFLINE
-from benchmarks.random_model import write_random_model
+from benchmarks.harness.environment import OFFLINE
+from benchmarks.harness.random_model import write_random_model
 from tests.engine.engine import SMOLLM2, environment
 from tests.engine.system_kv import relay_command, run_relay
 from vllm_relay import register
-from vllm_relay.serving.processes import serving, vllm
+from vllm_relay.serving.processes import beside_python, serving
 from vllm_relay.system_kv.file import MANIFEST_KEY, SystemKVError, SystemKVFile
-from vllm_relay.system_kv.settings import ADMITTED
+from vllm_relay.system_kv.admission import ADMITTED
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 MESSAGE = "You are the assistant of a small bakery. Answer kindly and in one sentence. " * 20
 SMALL = ["--enforce-eager", "--max-model-len", "2048"]
@@ -282,7 +282,7 @@ def test_what_an_engine_cannot_use(good: Path) -> None:
 def _serve(*flags: str, **env: str) -> str:
     """Start a server that must refuse; returns its output."""
     done = subprocess.run(
-        vllm("serve", str(SMOLLM2), "--attention-backend", "relay", *SMALL, *flags),
+        beside_python("vllm", "serve", str(SMOLLM2), "--attention-backend", "relay", *SMALL, *flags),
         env=environment(**{**OFFLINE, **env}),
         capture_output=True,
         text=True,

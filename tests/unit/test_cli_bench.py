@@ -1,6 +1,5 @@
 """``vllm-relay bench``: what it refuses, and what it makes of measurements."""
 
-import json
 import math
 import os
 import re
@@ -9,7 +8,6 @@ import signal
 import subprocess
 import sys
 from contextlib import nullcontext
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +18,9 @@ from rich.console import Console
 from tests.engine.engine import SMOLLM2, environment
 from vllm_relay.cli.bench import HINTS
 from vllm_relay.cli.engine import build_options
-from vllm_relay.serving import serving
+from vllm_relay.serving import agreement, comparison
+from vllm_relay.serving.agreement import Distance, WrongAnswers, distance
+from vllm_relay.serving.comparison import Load, interleaved, render
 from vllm_relay.serving.gains import show, summary, sustained
 from vllm_relay.serving.processes import (
     ProcessDied,
@@ -29,7 +29,6 @@ from vllm_relay.serving.processes import (
     free_port,
     kept_logs,
 )
-from vllm_relay.serving.serving import Distance, Load, WrongAnswers, distance, in_turn, render
 from vllm_relay.serving.systems import SYSTEMS
 
 
@@ -116,14 +115,14 @@ def test_the_sustained_rate_is_the_highest_that_holds_the_bound() -> None:
 
 def test_nobody_is_always_first_or_after_the_same() -> None:
     for keys in ("ab", "abc", "abcd"):
-        orders = [in_turn(list(keys), number) for number in range(2 * len(keys))]
+        orders = [interleaved(list(keys), number) for number in range(2 * len(keys))]
         assert all(sorted(order) == list(keys) for order in orders)
         for place in range(len(keys)):
             assert sorted(order[place] for order in orders) == sorted(keys * 2)
         for key in keys:
             before = {order[order.index(key) - 1] for order in orders if order[0] != key}
             assert len(before) > 1 or len(keys) == 2
-    orders = ["".join(in_turn(list("abcd"), number)) for number in range(4)]
+    orders = ["".join(interleaved(list("abcd"), number)) for number in range(4)]
     assert orders == ["abcd", "badc", "cdab", "dcba"]
 
 
@@ -180,12 +179,12 @@ def test_one_wrong_answer_of_many_is_seen() -> None:
 def test_servers_that_answer_otherwise_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     right = [[("a", -0.1, 3.0)] * 4] * 3
     answers = {"stock": right, "relay": right}
-    monkeypatch.setattr(serving, "greedy", lambda server, prompts: answers[server])
+    monkeypatch.setattr(agreement, "greedy", lambda server, prompts: answers[server])
     servers: Any = {key: key for key in answers}
-    assert serving.check(servers, ["x"] * 3, print)["relay"].rms == 0
+    assert agreement.check(servers, ["x"] * 3, print)["relay"].rms == 0
     answers["relay"] = [*right[1:], [("x", -0.1, 3.0)] * 4]
     with pytest.raises(WrongAnswers, match=r"relay does not answer .*no speed is reported"):
-        serving.check(servers, ["x"] * 3, print)
+        agreement.check(servers, ["x"] * 3, print)
 
 
 def test_values_of_a_command_line() -> None:
@@ -219,13 +218,13 @@ def test_servers_share_the_memory_of_a_gpu(
     class Started(Exception):
         pass
 
-    def start(model: Path, flags: list[str], log: Path, env: Any) -> None:
+    def start(model: Path, flags: list[str], log: Path, **_: Any) -> None:
         raise Started(flags)
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
-    monkeypatch.setattr(serving, "started", start)
+    monkeypatch.setattr(comparison, "serving", start)
     with pytest.raises(Started) as started:
-        serving.compare(
+        comparison.compare(
             tmp_path, ["stock", "relay", "relay-system-kv"], given, [], 1, tmp_path, checked=[]
         )
     assert flag_value(started.value.args[0], "gpu-memory-utilization") == share
@@ -234,7 +233,7 @@ def test_servers_share_the_memory_of_a_gpu(
 def test_who_cannot_keep_up_is_not_asked_for_more(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def start(model: Path, flags: list[str], log: Path, env: Any) -> Any:
+    def start(model: Path, flags: list[str], log: Path, **_: Any) -> Any:
         server = SimpleNamespace(key=log.stem, wait_ready=lambda *_: None, text=lambda: "")
         return nullcontext(server)
 
@@ -242,14 +241,14 @@ def test_who_cannot_keep_up_is_not_asked_for_more(
         slow = {"stock-no-caching": 0.5, "stock": 0.3, "relay": 0.2}[server.key]
         return {"completed": 2, "normalized_s": slow}
 
-    monkeypatch.setattr(serving, "started", start)
-    monkeypatch.setattr(serving, "measure", measure)
+    monkeypatch.setattr(comparison, "serving", start)
+    monkeypatch.setattr(comparison, "measure", measure)
     monkeypatch.setattr(
-        serving, "check", lambda servers, *_: dict.fromkeys(servers, Distance(0, 0))
+        comparison, "check", lambda servers, *_: dict.fromkeys(servers, Distance(0, 0))
     )
     loads = [lambda _, rate=rate: Load(rate, 2, 2) for rate in (math.inf, 1, 2)]
     keys = ["stock-no-caching", "stock", "relay"]
-    rows = serving.compare(tmp_path, keys, [], loads, 2, tmp_path, checked=[], give_up=0.25)
+    rows = comparison.compare(tmp_path, keys, [], loads, 2, tmp_path, checked=[], give_up=0.25)
     measured = {key: [row["rate"] for row in rows if row["system"] == key] for key in keys}
     # vLLM itself is what the others are compared with
     every = [math.inf, 1, 2] * 2
@@ -257,7 +256,6 @@ def test_who_cannot_keep_up_is_not_asked_for_more(
     assert all(row["requests"] == 2 for row in rows)
 
 
-@pytest.mark.engine
 def test_prompts_are_rendered_as_the_server_would() -> None:
     from transformers import AutoTokenizer
 
@@ -318,31 +316,6 @@ def test_logs_of_what_went_well_are_not_left() -> None:
     assert not folder.exists()
 
 
-@pytest.mark.engine
-@pytest.mark.slow
-def test_a_model_and_a_prompt_are_served_with_and_without_relay(tmp_path: Path) -> None:
-    """Three systems of the four: each is a server to start."""
-    prompt = tmp_path / "prompt.txt"
-    prompt.write_text("You are a careful assistant. Answer in one short sentence. " * 25)
-    done = run(
-        *("--model", SMOLLM2, "--system-prompt", prompt, "--requests", 4, "--tokens", 6),
-        *("--repeats", 1, "--rate", 50, "--bound", 100, "--json"),
-        *("--enforce-eager", "--max-model-len", 1024, "--max-num-seqs", 4),
-    )
-    shown = json.loads(done.stdout)
-    keys = ["stock", "relay", "relay-system-kv"]
-    assert [gain["system"] for gain in shown["gains"]] == keys
-    for gain in shown["gains"]:
-        assert gain["tokens_per_s"] > 0
-    assert shown["sustained"] == dict.fromkeys(keys, 50)
-    assert shown["provenance"]["vllm"] == version("vllm") and shown["provenance"]["device"]
-    for found in shown["rows"]:
-        assert found["requests"] == 4 and 0 <= found["logprob_rms"] < 0.1
-        assert found["ttft_mean_s"] > 0 and found["normalized_s"] > 0
-    assert "checking that all answer alike" in done.stderr
-
-
-@pytest.mark.engine
 def test_a_builds_options_are_those_of_the_engine() -> None:
     given = ["--enforce-eager", "--api-key", "k", "--max_model_len", "1024", "--allowed_origins"]
     dropped = ("--api-key", "k", "--allowed_origins", "[]", "--disable-uvicorn-access-log")

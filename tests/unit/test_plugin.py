@@ -1,7 +1,6 @@
-"""The plugin in processes of its own: what it registers, what survives pickling, what it
-refuses.
-"""
+"""The plugin in processes of its own: registration, pickling, versions, moved targets."""
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -9,7 +8,11 @@ import textwrap
 import pytest
 
 from tests.engine.engine import ROOT, environment
-from vllm_relay.plugin import SUPPORTED, check_engine_version
+from vllm_relay import compat
+from vllm_relay.compat import SUPPORTED, check_engine_version
+from vllm_relay.patching import TargetMoved, target, wrap
+
+LOW, HIGH = (".".join(map(str, version)) for version in SUPPORTED)
 
 
 def _python(code: str, *, with_log: bool = False) -> str:
@@ -29,18 +32,54 @@ def test_supported_engines_are_accepted(version: str) -> None:
     assert check_engine_version(version) is None
 
 
-@pytest.mark.parametrize("version", ["0.25.9", "0.34.0", "1.0.0+cpu", "dev", "0.x"])
+@pytest.mark.parametrize("version", ["0.25.9", f"{HIGH}.0", "1.0.0+cpu", "dev", "0.x"])
 def test_other_engines_are_refused_with_the_range(version: str) -> None:
-    with pytest.raises(
-        RuntimeError, match=r"supports vLLM >= 0\.26, < 0\.34; found " + version[:3]
-    ):
+    expected = f"supports vLLM >= {LOW}, < {HIGH}; found {version[:3]}"
+    with pytest.raises(RuntimeError, match=re.escape(expected)):
         check_engine_version(version)
 
 
 def test_the_range_is_the_same_wherever_it_is_written() -> None:
-    low, high = (".".join(map(str, version)) for version in SUPPORTED)
-    assert f'cuda = ["vllm>={low},<{high}"]' in (ROOT / "pyproject.toml").read_text()
-    assert f"{low} to 0.{SUPPORTED[1][1] - 1} are accepted" in (ROOT / "README.md").read_text()
+    assert f'cuda = ["vllm>={LOW},<{HIGH}"]' in (ROOT / "pyproject.toml").read_text()
+    assert f"{LOW} to 0.{SUPPORTED[1][1] - 1} are accepted" in (ROOT / "README.md").read_text()
+
+
+def test_each_patch_says_why_and_when_to_remove_it() -> None:
+    """A function of compat that wraps, adds or replaces something says so, and why."""
+    patches = [f for f in vars(compat).values() if "Upstream: " in (getattr(f, "__doc__", 0) or "")]
+    assert len(patches) == 10
+    for patch in patches:
+        assert "Why: " in patch.__doc__ and "Remove when: " in patch.__doc__, patch.__name__
+
+
+def test_a_target_that_has_moved_is_named() -> None:
+    class Pool:
+        def reset(self) -> str:
+            return "stock"
+
+    for path in ("vllm_relay.nowhere:Pool", "vllm_relay.config:Nothing"):
+        with pytest.raises(TargetMoved, match=path.replace(":", r"\.")):
+            target(path)
+    for owner in (Pool, Pool()):
+        with pytest.raises(TargetMoved, match=r"has no Pool\.clear"):
+            wrap(owner, "clear")
+
+
+def test_a_method_is_wrapped_once() -> None:
+    class Pool:
+        def reset(self, count: int) -> str:
+            return f"{count}"
+
+        @classmethod
+        def make(cls) -> "Pool":
+            return cls()
+
+    one, other = Pool(), Pool()
+    for owner in (one, one, Pool, Pool):
+        wrap(owner, "reset")(lambda stock, *args, **kwargs: f"<{stock(*args, **kwargs)}>")
+    assert (one.reset(count=1), other.reset(2)) == ("<1>", "<2>")
+    wrap(Pool, "make")(lambda stock, cls: (cls, stock(cls)))
+    assert Pool.make()[0] is Pool  # type: ignore[index]
 
 
 def test_importing_the_package_loads_neither_torch_nor_vllm() -> None:
@@ -119,7 +158,8 @@ def test_layers_without_a_relay_class_get_vllms_own_and_a_reason() -> None:
         from vllm.platforms.cpu import CpuPlatform
         from vllm.v1.attention.backends.registry import AttentionBackendEnum as E
         plain = SimpleNamespace(use_mla=False, use_sparse=False)
-        print(CpuPlatform.get_attn_backend_cls(E["RELAY"], plain))
+        named = {"selected_backend": E["RELAY"], "attn_selector_config": plain}  # as vLLM calls it
+        print(CpuPlatform.get_attn_backend_cls(**named))
         print(CpuPlatform.get_attn_backend_cls(E["FLASH_ATTN"], plain))
         mla = SimpleNamespace(use_mla=True, use_sparse=False)
         try:
@@ -175,13 +215,13 @@ def test_on_cuda_a_model_that_relay_cannot_serve_gets_what_vllm_chooses() -> Non
         from vllm.platforms.interface import DeviceCapability
         from vllm.v1.attention.backends.registry import AttentionBackendEnum as E
         from vllm.v1.attention.selector import AttentionSelectorConfig
-        from vllm_relay import backend, plugin
+        from vllm_relay import backend, compat
         from vllm_relay.backend import cuda
 
         backend.RelayBackend = cuda.RelayBackend  # as on a machine with a GPU
         Platform.get_device_capability = classmethod(lambda cls, device=0: DeviceCapability(9, 0))
-        plugin.fall_back(Platform)
-        plugin.fall_back(Platform)
+        compat.fall_back_on_cuda()
+        compat.fall_back_on_cuda()
         layer = dict(head_size=64, kv_cache_dtype="auto", block_size=16)
         for dtype in (torch.bfloat16, torch.float32):
             config = AttentionSelectorConfig(dtype=dtype, **layer)
@@ -196,14 +236,14 @@ def test_on_cuda_a_model_that_relay_cannot_serve_gets_what_vllm_chooses() -> Non
 def test_vllms_flash_attention_is_a_provider_of_the_ops() -> None:
     code = """
         import torch
-        from tests.unit.backend import reference_flash
+        from tests import reference_flash
         from vllm.v1.attention.backends import fa_utils
         from vllm_relay import plugin
         from vllm_relay.ops import providers
 
         fa_utils.get_flash_attn_version = lambda: 3
         fa_utils.flash_attn_varlen_func = reference_flash.flash_attn_varlen_func
-        plugin._offer_flash_attention()
+        plugin.offer_flash_attention()
         assert "vllm" in providers._registered["system"]
         q, cache = torch.randn(2, 4, 32), torch.randn(3, 16, 2, 64)
         reason = providers._registered["context"]["vllm"].usable(q, cache, cache)

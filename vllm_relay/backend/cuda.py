@@ -30,8 +30,8 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from vllm_relay import metrics, plugin
-from vllm_relay.backend import cuda_graphs as graphs
+from vllm_relay import compat, metrics
+from vllm_relay.backend.cuda_graphs import graphs
 from vllm_relay.backend.cuda_impl import RelayImpl, RelayMetadata, RelayStep
 from vllm_relay.config import RelayConfig
 from vllm_relay.ops.planning.device_plan import DevicePlan, Part, Report
@@ -50,9 +50,6 @@ SYSTEM_SPLITS = 16
 # with the KV bytes of a token they say how many reads a group must save.
 GROUP_SECONDS, BANDWIDTH = 20e-6, 2e12
 LEVELS = 1
-# Speculation without a draft model. The builders of a draft model's layers see lengths that move on
-# inside a captured graph, after the plan was made.
-DRAFTS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
 
 
 class RelayBackend(FlashAttentionBackend):
@@ -121,7 +118,7 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
             if self.use_full_cuda_graph and vllm_config.parallel_config.data_parallel_size == 1:
                 # Ranks of a data parallel group share different things, and must not replay
                 # different graphs where they exchange experts.
-                plugin.add_plain_graphs()
+                graphs.add_plain()
         if self._active and self._config.overlap and self.device.type == "cuda":
             # Here, since streams are not to be made while a graph is captured.
             RelayImpl.side = torch.cuda.Stream(self.device)
@@ -136,7 +133,8 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
             (parallel.use_ubatching, "two batches in flight (dual-batch overlap)"),
             (vllm_config.cache_config.kv_sharing_fast_prefill, "fast prefill of shared KV layers"),
             (
-                speculative is not None and speculative.method not in DRAFTS_WITHOUT_MODEL,
+                # Inside a captured graph a draft model's lengths move on after the plan was made.
+                speculative is not None and speculative.method not in compat.DRAFTS_WITHOUT_MODEL,
                 "speculative decoding with a draft model",
             ),
             (vllm_config.model_config.is_mm_prefix_lm, "attention both ways over images"),

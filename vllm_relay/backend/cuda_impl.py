@@ -12,6 +12,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
 
+from vllm_relay import compat
 from vllm_relay.backend import self_test
 from vllm_relay.ops.planning.device_plan import DensePart
 from vllm_relay.ops.step.paged import PagedStep, paged_relay
@@ -60,7 +61,7 @@ class RelayImpl(FlashAttentionImpl):
                 f"a {self.kv_cache_dtype} KV cache",
             ),
             # Its tables and lengths have to be of whole pages (vLLM 0.33, Blackwell).
-            (getattr(self, "fa4_hd256", False), "FlashAttention 4 with heads of 256"),
+            (compat.uses_fa4_hd256(self), "FlashAttention 4 with heads of 256"),
         )
         return next((name for applies, name in checks if applies), None)
 

@@ -1,9 +1,9 @@
-"""Where the CPU engine keeps each key and value inside a KV block, found by asking the engine.
+"""The layout of the CPU engine's KV blocks, learnt by writing numbered tokens.
 
-A block of one KV head is ``2 * block_size * head_size`` elements. How they are ordered depends on
-the instruction set the engine chose (row by row, transposed, in AMX tiles) and on its version.
-Instead of knowing every layout, this module writes numbered tokens through the backend's own cache
-update and reads back where each element went.
+A block of one KV head is ``2 * block_size * head_size`` elements. Their order depends on the
+instruction set that the engine chose (row by row, transposed, in AMX tiles) and on its version.
+Instead of knowing every layout, `find_layout` writes numbered tokens through the backend's own
+cache update and reads back where each element went.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import torch
 from vllm_relay.ops.native import library as native
 from vllm_relay.ops.native.library import Layout, Operand
 
-# Numbers up to 2 ** 7 are exact in every dtype, so positions are written as digits of this base.
+# Integers up to 2 ** 7 are exact in every dtype: positions are written as digits of this base.
 _BASE = 128
 
 
@@ -29,7 +29,7 @@ class _Axis:
 
     @property
     def stride(self) -> int | None:
-        """Between all neighbours, if it is one."""
+        """The one stride between neighbours; None where there are two."""
         return self.outer_stride if self.inner == 1 else None
 
 
@@ -57,13 +57,16 @@ class _Operand:
         )
 
     def for_kernels(self, kv_cache: torch.Tensor, columns: _Axis, steps: _Axis) -> Operand | None:
-        """As the CPU kernels read it: the product that needs it has one axis for columns."""
+        """The operand as the CPU kernels read it; None where they cannot.
+
+        ``columns`` and ``steps``: the axes of the product that reads it.
+        """
         if columns.stride == 1 and steps.stride is not None:
             kind, stride, panel = native.ROWS, steps.stride, 0
         elif steps.stride == 1 and columns.stride is not None:
             kind, stride, panel = native.ACROSS, columns.stride, 0
         elif (
-            # What the engine's kernels for AMX read is what ours read.
+            # The engine's AMX tiles are the panels of our kernels.
             (steps.inner, steps.inner_stride) == (2, 1)
             and (columns.inner, columns.inner_stride) == (16, 2)
             and native.packs_pairs_of_16(kv_cache.dtype)
@@ -89,8 +92,10 @@ class BlockLayout:
     value: _Operand
 
     def for_kernels(self, kv_cache: torch.Tensor) -> Layout | None:
-        """The cache ``[num_blocks, H, block_size, 2 * D]`` for the CPU kernels; None where they
-        cannot read this layout in place, or blocks of this size."""
+        """The cache ``[num_blocks, H, block_size, 2 * D]`` as the CPU kernels read it in place.
+
+        None where they cannot read this layout, or blocks of this size.
+        """
         blocks, _, block_size, _ = kv_cache.shape
         key = self.key.for_kernels(kv_cache, self.key.token, self.key.channel)
         value = self.value.for_kernels(kv_cache, self.value.channel, self.value.token)
@@ -124,22 +129,18 @@ def find_layout(
     head_size: int,
     dtype: torch.dtype,
 ) -> BlockLayout | None:
-    """Find the layout by writing one block.
+    """The layout, found by writing one block; None for anything but a rearrangement of elements.
 
     Args:
         write: ``write(key, value, kv_cache, slot_mapping)``, the backend's ``do_kv_cache_update``;
             key and value ``[T, H, D]``, kv_cache ``[1, H, block_size, 2 * D]``, slot_mapping
             ``[T]`` int64.
         num_kv_heads, block_size, head_size, dtype: of the cache.
-
-    Returns:
-        None when the elements are not a plain rearrangement (a quantised cache, say).
     """
     count = block_size * head_size
     number = torch.arange(count).view(block_size, 1, head_size)
     slots = torch.arange(block_size)
-    # where[j] = number of the element found at position j of the block; keys count from 0, values
-    # from `count`
+    # where[j]: number of the element at position j of the block; keys from 0, values from `count`.
     where = torch.zeros(2 * count, dtype=torch.int64)
     digit_value = 1
     while digit_value < 2 * count:
@@ -162,7 +163,7 @@ def find_layout(
 
 
 def _operand(position: torch.Tensor) -> _Operand | None:
-    """Strides that describe ``position [block_size, D]``, or None when no two-level strides do."""
+    """Two-level strides that give ``position [block_size, D]``, or None."""
     offset = int(position[0, 0])
     token, channel = _axis(position[:, 0] - offset), _axis(position[0] - offset)
     if token is None or channel is None:

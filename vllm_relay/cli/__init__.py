@@ -1,6 +1,6 @@
-"""``vllm-relay``: build system-KV files, look at them, check them; explain what a log shares.
+"""The command ``vllm-relay``.
 
-Importing this imports neither torch nor vLLM: commands do, where they need them.
+Importing this loads neither torch nor vLLM; commands import them where they need them.
 """
 
 import re

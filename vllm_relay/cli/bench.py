@@ -1,9 +1,10 @@
-"""``vllm-relay bench``: what relay would gain on the user's own model and prompt."""
+"""``vllm-relay bench``: the speed-up of relay on the user's own model and prompt."""
 
 import math
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,23 +14,17 @@ from rich.console import Console
 
 from vllm_relay.cli.console import PLAIN, JsonFlag, err, one_line_errors, out
 from vllm_relay.cli.engine import ESCAPE, build_options
-from vllm_relay.serving.processes import (
-    build_system_kv,
-    ended_in_order,
-    flag_name,
-    flag_value,
-    kept_logs,
-)
+from vllm_relay.serving.processes import ended_in_order, flag_name, flag_value, kept_logs
 
 if TYPE_CHECKING:
-    from vllm_relay.serving.serving import Load
+    from vllm_relay.serving.comparison import Load
 
-# What in a log has a remedy here.
+# Text in a log -> reason and remedy.
 HINTS = {
     "less than one KV block": "the prompt is shorter than one KV block: --no-system-kv leaves "
     "files out"
 }
-# Options of `vllm serve` that are not the user's here.
+# Options of `vllm serve` that the comparison sets.
 OURS = {
     "attention-backend": "is what is compared",
     "attention-config": "is what is compared",
@@ -38,7 +33,7 @@ OURS = {
     ),
     **dict.fromkeys(("host", "port", "uds", "api-key"), "is set for each server"),
 }
-# Asked where the user has no questions.
+# Questions without --questions.
 QUESTIONS = (
     "What is this about?",
     "Summarise it in one sentence.",
@@ -59,35 +54,36 @@ def bench(
     ],
     questions: Annotated[
         Path | None,
-        typer.Option("--questions", help="One per line, UTF-8; else some are made up."),
+        typer.Option("--questions", help="One per line, UTF-8; default: made up."),
     ] = None,
-    requests: Annotated[int, typer.Option(min=2, help="Of each measurement.")] = 32,
-    tokens: Annotated[int, typer.Option(min=2, help="That each request gets.")] = 64,
+    requests: Annotated[int, typer.Option(min=2, help="Requests per measurement.")] = 32,
+    tokens: Annotated[int, typer.Option(min=2, help="Output tokens per request.")] = 64,
     rate: Annotated[
         list[float] | None,
         typer.Option("--rate", help="Requests per second; repeat it. Default: all at once."),
     ] = None,
     bound: Annotated[
         float | None,
-        typer.Option(help="Seconds per token; prints the highest --rate that each sustains."),
+        typer.Option(help="Seconds per token; prints the highest --rate within it."),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
     without_caching: Annotated[
         bool, typer.Option("--without-caching", help="Also vLLM without prefix caching.")
     ] = False,
     system_kv: Annotated[
-        bool, typer.Option(help="Also relay with the prompt's KV from a file, built first.")
+        bool, typer.Option(help="Also relay with the prompt's KV from a file.")
     ] = True,
     as_json: JsonFlag = False,
 ) -> None:
     """Serve your model and prompt with vLLM's own attention and with relay, side by side.
 
-    Starts real servers, sends all the same requests, in turns, and prints what relay gains. No
-    speed is shown unless the answers agree. Any other option is vLLM's own: give those that you
-    serve with. All servers are up at once: on a GPU each gets an equal share of its memory
-    unless you give --gpu-memory-utilization.
+    Starts real servers, sends all of them the same requests, interleaved, and prints the speed-up
+    of relay. No speed is shown unless the answers agree. Any other option is vLLM's own: give
+    those that you serve with. All servers are up at once: on a GPU each gets an equal share of
+    its memory unless you give --gpu-memory-utilization.
     """
-    from vllm_relay.serving import gains, serving
+    from vllm_relay.serving import comparison, gains
+    from vllm_relay.serving.commands import build_system_kv
     from vllm_relay.serving.provenance import provenance
     from vllm_relay.serving.systems import FOUR, SYSTEMS
 
@@ -105,8 +101,8 @@ def bench(
         if find_spec("pandas") is None:
             raise ValueError("`vllm bench serve` needs pandas here: pip install pandas")
         prompt = system_prompt.read_text(encoding="utf-8")
-        rates = rate or [serving.EVERYTHING_AT_ONCE]
-        # The first are for the check; what was asked before would lie in the prefix caches.
+        rates = rate or [comparison.EVERYTHING_AT_ONCE]
+        # The check asks the first ones; questions asked before would hit the prefix caches.
         asked = _questions(questions, requests * (1 + repeats * len(rates)))
         keys = [key for key in FOUR if without_caching or SYSTEMS[key].caching]
         keys = [key for key in keys if system_kv or not SYSTEMS[key].system_kv]
@@ -118,28 +114,25 @@ def bench(
         if system_kv:
             text = folder / "prompt.txt"
             text.write_text(prompt, encoding="utf-8")
-            mine = build_options("bench", flags)
-            files = [build_system_kv(model, text, mine, report=report)]
-        prompts = serving.render(tokenizer, prompt, asked)
+            options = ["--system-prompt", str(text), *build_options("bench", flags)]
+            files = [build_system_kv(model, folder / "prompt.relay", options, report=report)]
+        prompts = comparison.render(tokenizer, prompt, asked)
 
-        def load(at: float, index: int) -> Any:
-            def make(number: int) -> "Load":
-                begin = requests * (1 + (number - 1) * len(rates) + index)
-                mine = prompts[begin : begin + requests]
-                return serving.Load(at, requests, tokens, prompts=mine)
+        def load(number: int, index: int, at: float) -> "Load":
+            begin = requests * (1 + (number - 1) * len(rates) + index)
+            chosen = prompts[begin : begin + requests]
+            return comparison.Load(at, requests, tokens, prompts=chosen)
 
-            return make
-
-        loads = [load(at, index) for index, at in enumerate(rates)]
-        rows = serving.compare(
+        loads = [partial(load, index=index, at=at) for index, at in enumerate(rates)]
+        rows = comparison.compare(
             model, keys, flags, loads, repeats, folder,
             checked=prompts[:requests], client=client, files=files, report=report,
         )  # fmt: skip
-    of = provenance()
+    source = provenance()
     if as_json:
-        # JSON has no infinity: a rate of null is everything at once
+        # JSON has no infinity: null means all at once
         data: dict[str, Any] = {"gains": _finite(gains.summary(rows)), "rows": _finite(rows)}
-        data["provenance"] = of
+        data["provenance"] = source
         if bound is not None:
             data["sustained"] = gains.sustained(rows, bound)
         out.print_json(data=data)
@@ -147,8 +140,8 @@ def bench(
     shown = Console(**PLAIN)
     gains.show(shown, "Serving with and without relay (medians of rounds)", rows, bound)
     shown.print(
-        f"{of['device']}, {of['cores']} cores; vLLM {of['vllm']}, PyTorch {of['torch']}, "
-        f"vllm-relay {of['vllm_relay']}; {of['date']}",
+        "{device}, {cores} cores; vLLM {vllm}, PyTorch {torch}, vllm-relay {vllm_relay}; "
+        "{date}".format(**source),
         soft_wrap=True,
     )
 
@@ -158,7 +151,7 @@ def _finite(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _questions(path: Path | None, count: int) -> list[str]:
-    """So many different questions.
+    """``count`` different questions.
 
     Raises:
         ValueError: the file has none.
@@ -169,7 +162,7 @@ def _questions(path: Path | None, count: int) -> list[str]:
         asked = [line for line in asked if line]
         if not asked:
             raise ValueError(f"{path} has no questions")
-    # Numbered once they come again: a prompt that was there before is in the prefix cache.
+    # Repeated ones are numbered: a prompt sent before is in the prefix cache.
     return [
         asked[i % len(asked)] + ("" if i < len(asked) else f" ({i // len(asked)})")
         for i in range(count)
@@ -197,16 +190,15 @@ def _tokenizer(model: str, flags: Sequence[str]) -> tuple[dict[str, Any], Any]:
 
 
 def _reporter(console: Console, stack: ExitStack) -> Any:
-    """A status line; plain lines, now and then, where there is no terminal."""
+    """Reports progress in a status line; without a terminal as plain lines, each once."""
     if console.is_terminal:
-        status = stack.enter_context(console.status(""))
-        return status.update
-    said: set[str] = set()
+        return stack.enter_context(console.status("")).update
+    printed: set[str] = set()
 
     def report(doing: str) -> None:
-        what = re.sub(r"\d+ of \d+ requests", "", doing)  # one line per thing done
-        if what not in said:
-            said.add(what)
+        step = re.sub(r"\d+ of \d+ requests", "", doing)
+        if step not in printed:
+            printed.add(step)
             err.print(f"vllm-relay: {doing}")
 
     return report

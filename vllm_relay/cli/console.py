@@ -1,4 +1,4 @@
-"""What the commands share: where they print, and how they end on an error."""
+"""Output of the commands: consoles, progress, and how they end on an error."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-# What files and users say is shown as it is: no markup, no emoji codes.
+# Text of files and users is printed as it is: no markup, no emoji codes.
 PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
 out = Console(**PLAIN, soft_wrap=True)
 err = Console(**PLAIN, soft_wrap=True, stderr=True)
@@ -17,7 +18,7 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """End the command with status 1 and one line on stderr, for errors that users can mend."""
+    """Ends the command with status 1 and one line on stderr on an error that users can mend."""
     try:
         yield
     except (ValueError, OSError, RuntimeError) as error:
@@ -28,8 +29,32 @@ def one_line_errors() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
+@contextmanager
+def progress() -> Iterator[Any]:
+    """A function ``report(phase, done, total)``: a bar in a terminal, lines elsewhere."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
+        TimeElapsedColumn(),
+    )
+    live = err.is_terminal
+    with Progress(*columns, console=err, transient=True, disable=not live) as bar:
+        task = bar.add_task("starting", total=1)
+        said: list[str] = []
+
+        def report(doing: str, done: int, total: int) -> None:
+            bar.update(task, description=doing, completed=done, total=total)
+            if not live and doing not in said:
+                said.append(doing)
+                err.print(f"vllm-relay: {doing}")
+
+        yield report
+
+
 def _one_line(error: Exception) -> str:
-    """What an error says, without pydantic's frame around it."""
+    """An error's message, without pydantic's frame around it."""
     if hasattr(error, "errors"):
         return "; ".join(str(entry["msg"]) for entry in error.errors())
     return " ".join(str(error).split())

@@ -1,17 +1,17 @@
-"""vLLM's own options, which commands that start an engine take beside theirs."""
+"""vLLM's own options, for the commands that start an engine."""
 
 import os
 import re
 from typing import Any
 
 ENGINE_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
-# Put before vLLM's options with one dash (-cc.mode=3, -tp): the parser would read them as -o.
+# Prefix of vLLM's options with one dash (-cc.mode=3, -tp), which the parser would read as -o.
 ESCAPE = "\0"
 
 
 def _parser(command: str) -> Any:
-    """vLLM's, of the options of an engine."""
-    # Its log would run into the progress bar, or into JSON; errors stay.
+    """vLLM's parser of an engine's options."""
+    # vLLM's log would run into the progress bar, or into JSON; errors stay.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     from vllm.engine.arg_utils import EngineArgs
@@ -21,11 +21,11 @@ def _parser(command: str) -> Any:
 
 
 def build_options(command: str, flags: list[str]) -> list[str]:
-    """Of the options of ``vllm serve`` those that ``vllm-relay build`` has, too: an engine's."""
+    """The options of ``vllm serve`` that ``vllm-relay build`` has, too: an engine's."""
     known = {*_parser(command)._option_string_actions, "--chat-template"}
     kept, keep = [], True
     for flag in flags:
-        if re.match(r"--?[a-zA-Z]", flag):  # what follows it, up to the next, is its value
+        if re.match(r"--?[a-zA-Z]", flag):  # what follows, up to the next option, is its value
             name = re.split(r"[=.+]", flag)[0]
             keep = (name.replace("_", "-") if name.startswith("--") else name) in known
         if keep:

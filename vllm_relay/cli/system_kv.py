@@ -1,27 +1,25 @@
-"""Commands on system-KV files: build, inspect, verify."""
+"""The commands on system-KV files: build, inspect, verify."""
 
 import json
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from vllm_relay.cli.console import PLAIN, JsonFlag, err, one_line_errors, out
+from vllm_relay.cli.console import PLAIN, JsonFlag, err, one_line_errors, out, progress
 from vllm_relay.cli.engine import ESCAPE, read_engine_args
 
-if TYPE_CHECKING:
-    from vllm_relay.system_kv.file import SystemKVFile
-
-# Of `verify --recompute`: rms of the difference over rms of the values, of one token in one tensor.
-# Rounding, with other chunks, makes up to 0.1 in bf16; values of other tokens or weights above 1.
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option("--chat-template", help="As for vllm serve; default: the model's own."),
+]
+# Largest difference that `verify --recompute` accepts, see `largest_difference`. Rounding in other
+# chunks makes up to 0.1 in bf16; values of other tokens or weights make more than 1.
 TOLERANCE = 0.25
 
 
@@ -40,7 +38,7 @@ def _read(path: Path) -> str:
 
 
 def _outputs(output: Path, sources: list[Path]) -> list[Path]:
-    """Where each prompt's file goes: the named file, or one per prompt in the named folder."""
+    """Each prompt's file: the named one, or one per prompt in the named folder."""
     if len(sources) == 1 and not output.is_dir():
         return [output]
     if output.exists() and not output.is_dir():
@@ -72,10 +70,7 @@ def build(
         list[Path] | None,
         typer.Option("--token-ids", help="JSON file: a list of token ids, stored as they are."),
     ] = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option("--chat-template", help="As for vllm serve; default: the model's own."),
-    ] = None,
+    chat_template: ChatTemplate = None,
     tools: Annotated[
         Path | None, typer.Option("--tools", help="JSON file: the tools of every request.")
     ] = None,
@@ -98,30 +93,22 @@ def build(
         messages = [(p.stem, _read(p)) for p in system_prompt or ()]
         texts = [(p.stem, _read(p)) for p in text or ()]
         ids = [(p.stem, _token_ids(p)) for p in token_ids or ()]
-        tool_list = _json(_read(tools), str(tools)) if tools else None
-        kwargs = _json(chat_template_kwargs, "--chat-template-kwargs")
+        template = {"tools": _json(_read(tools), str(tools)) if tools else None}
+        template["template_kwargs"] = _json(chat_template_kwargs, "--chat-template-kwargs")
         engine_args = read_engine_args("build", model, context.args)
 
         from vllm_relay.system_kv.build import Builder, scratch_folder
         from vllm_relay.system_kv.identity import read_chat_template
         from vllm_relay.system_kv.prompts import Prompt, from_system_message, from_text
 
-        with scratch_folder(paths[0].absolute().parent) as scratch, _progress() as report:
+        with scratch_folder(paths[0].absolute().parent) as scratch, progress() as report:
             report("reading the model", 0, 1)
             builder = Builder(engine_args, scratch, chat_template)
             if builder.tokenizer is None and (messages or texts):
                 raise ValueError("--system-prompt and --text need a tokenizer; use --token-ids")
-            template = read_chat_template(chat_template)
+            template["chat_template"] = read_chat_template(chat_template)
             prompts = [
-                from_system_message(
-                    name,
-                    message,
-                    builder.tokenizer,
-                    chat_template=template,
-                    tools=tool_list,
-                    template_kwargs=kwargs,
-                )
-                for name, message in messages
+                from_system_message(n, m, builder.tokenizer, **template) for n, m in messages
             ]
             prompts += [from_text(name, content, builder.tokenizer) for name, content in texts]
             prompts += [Prompt(name, "token-ids", tokens) for name, tokens in ids]
@@ -159,30 +146,6 @@ def _token_ids(path: Path) -> tuple[int, ...]:
     return tuple(given)
 
 
-@contextmanager
-def _progress() -> Iterator[Any]:
-    """``report(doing, done, total)``: a bar in a terminal, lines elsewhere."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
-        TimeElapsedColumn(),
-    )
-    live = err.is_terminal
-    with Progress(*columns, console=err, transient=True, disable=not live) as progress:
-        task = progress.add_task("starting", total=1)
-        said: list[str] = []
-
-        def report(doing: str, done: int, total: int) -> None:
-            progress.update(task, description=doing, completed=done, total=total)
-            if not live and doing not in said:
-                said.append(doing)
-                err.print(f"vllm-relay: {doing}")
-
-        yield report
-
-
 def inspect(
     files: Annotated[list[Path], typer.Argument(help="System-KV files.")], as_json: JsonFlag = False
 ) -> None:
@@ -192,10 +155,10 @@ def inspect(
     with one_line_errors():
         opened = [SystemKVFile(path) for path in files]
     if as_json:
-        shown = []
-        for file in opened:
-            head = {"path": str(file.path), "bytes": file.size, "seal": file.seal}
-            shown.append(head | asdict(file.manifest))
+        shown = [
+            {"path": str(f.path), "bytes": f.size, "seal": f.seal} | asdict(f.manifest)
+            for f in opened
+        ]
         out.print_json(data=shown)
         return
     for file in opened:
@@ -204,7 +167,7 @@ def inspect(
         table = Table(title=str(file.path), show_header=False, title_justify="left")
         table.add_column(style="bold")
         table.add_column(overflow="fold")
-        rows = {
+        for key, value in {
             "prompt": f"{manifest.name} ({manifest.kind})",
             "text": _excerpt(manifest.text),
             "tokens": f"{manifest.tokens:,}",
@@ -220,8 +183,7 @@ def inspect(
             "chat template": manifest.chat_template or "none",
             "engine": ", ".join(f"{key} {value}" for key, value in manifest.engine.items()),
             "created": manifest.created,
-        }
-        for key, value in rows.items():
+        }.items():
             table.add_row(key, value)
         Console(**PLAIN).print(table)
 
@@ -243,18 +205,16 @@ def verify(
     recompute: Annotated[
         bool, typer.Option("--recompute", help="Also prefill again and compare the values.")
     ] = False,
-    chat_template: Annotated[
-        str | None, typer.Option("--chat-template", help="As for vllm serve.")
-    ] = None,
+    chat_template: ChatTemplate = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Check every byte of files; with --model, that they fit it. Exit status 1 if one does not.
 
-    Any other option is vLLM's own, as for build. --recompute allows each token, in each tensor, a
-    difference of 25 % (root mean square of the difference over that of the values): what rounding
-    does stays below 10 %, other values are above 100 %.
+    Any other option is vLLM's own, as for build. --recompute accepts a difference of 25 % per token
+    and tensor (root mean square of the difference over that of the values): rounding stays below
+    10 %, other values are above 100 %.
     """
-    # The parser puts options it does not know among the files.
+    # The parser puts unknown options among the files.
     marks = ("-", ESCAPE)
     count = next((i for i, x in enumerate(arguments) if x.startswith(marks)), len(arguments))
     files, options = [Path(x) for x in arguments[:count]], arguments[count:]
@@ -276,13 +236,10 @@ def verify(
         out.print_json(data=results)
     else:
         for result in results:
-            if result["problems"]:
-                for problem in result["problems"]:
-                    out.print("bad ", style="red", end=" ")
-                    out.print(f"{result['path']}: {problem}")
-            else:
-                out.print("good", style="green", end=" ")
-                out.print(f"{result['path']}: {', '.join(result['checked'])}")
+            verdict, style = ("bad ", "red") if result["problems"] else ("good", "green")
+            for line in result["problems"] or [", ".join(result["checked"])]:
+                out.print(verdict, style=style, end=" ")
+                out.print(f"{result['path']}: {line}")
     if bad:
         raise typer.Exit(1)
 
@@ -306,16 +263,15 @@ def _verify_bytes(path: Path) -> dict[str, Any]:
 def _verify_model(
     results: list[dict[str, Any]], engine_args: Any, chat_template: str | None, recompute: bool
 ) -> None:
-    from vllm_relay.system_kv.build import Builder, scratch_folder
+    from vllm_relay.system_kv.build import Builder, largest_difference, scratch_folder
     from vllm_relay.system_kv.identity import differences
     from vllm_relay.system_kv.prompts import Prompt
 
     good = [result for result in results if result["file"] is not None]
     if not good:
         return
-    # not beside the files: their folder may be read-only
-    folder = Path(tempfile.gettempdir())
-    with scratch_folder(folder) as scratch, _progress() as report:
+    # Not beside the files: their folder may be read-only.
+    with scratch_folder(Path(tempfile.gettempdir())) as scratch, progress() as report:
         report("reading the model", 0, 1)
         builder = Builder(engine_args, scratch, chat_template)
         for result in good:
@@ -334,30 +290,9 @@ def _verify_model(
         builder.prefill(prompts, lambda doing, done: report(doing, done, total))
         for i, (result, prompt) in enumerate(zip(good, prompts, strict=True)):
             tensors, _ = builder.tensors(i, prompt)
-            worst, name = _largest_difference(result["file"], tensors)
+            worst, name = largest_difference(result["file"], tensors)
             result["largest_difference"] = worst
             line = f"values: {name} differs most, by {worst:.2%} of its rms"
             result["checked" if worst <= TOLERANCE else "problems"].append(
                 f"{line} ({TOLERANCE:.0%} allowed)"
             )
-
-
-def _largest_difference(file: "SystemKVFile", tensors: Any) -> tuple[float, str]:
-    """The largest relative rms difference of one token between a file and a fresh prefill."""
-    import torch
-
-    from vllm_relay.system_kv.file import tensor_names
-
-    worst, where = 0.0, ""
-    for layer in file.manifest.layers:
-        stored = file.tensors(layer.name)
-        for name, theirs in zip(tensor_names(layer.name), stored, strict=True):
-            ours = tensors[name].float()
-            squares = (theirs.float() - ours).square().mean((1, 2)), ours.square().mean((1, 2))
-            rms = (squares[0] / squares[1]).sqrt()
-            token = int(rms.nan_to_num(torch.inf).argmax())
-            # not a number is as different as can be
-            value = float(rms.nan_to_num(torch.inf)[token])
-            if value >= worst:
-                worst, where = value, f"token {token} of tensor {name}"
-    return worst, where

@@ -1,1 +1,1 @@
-"""What serving with relay would gain: real servers side by side, under the same load."""
+"""Side-by-side comparison of servers with and without relay under the same load."""

@@ -1,6 +1,6 @@
-"""What a serving comparison found: medians of its rounds, gains over vLLM, the rate within a bound.
+"""Summary of a serving comparison: medians over rounds, speed-ups, the rate within a bound.
 
-Rows are those of `vllm_relay.serving.serving.compare`.
+Rows are those of `vllm_relay.serving.comparison.compare`.
 """
 
 import math
@@ -14,34 +14,28 @@ from rich.table import Table
 from vllm_relay.serving.systems import REFERENCE, SYSTEMS
 
 Row = dict[str, Any]
-# Of the table of gains, and the units in `cells`.
+# Columns of the table; `cells` has their units.
 HEADINGS = (
-    "requests/s",
-    "system",
-    "tokens/s",
-    "TTFT",
-    "TPOT",
-    "s/token",
-    "times vLLM",
+    *("requests/s", "system", "tokens/s", "TTFT", "TPOT", "s/token", "times vLLM"),
     "least to most",
 )
 MEDIANS = ("tokens_per_s", "requests_per_s", "normalized_s", "ttft_p50_s", "tpot_p50_s")
 
 
 def summary(rows: Sequence[Row]) -> list[Row]:
-    """Per rate and system: medians over rounds, and times vLLM's in the same round."""
+    """Per rate and system: medians over rounds, and ratios to vLLM in the same round."""
     gains = []
     for rate in dict.fromkeys(row["rate"] for row in rows):
-        of_rate = sorted((x for x in rows if x["rate"] == rate), key=lambda row: row["round"])
-        theirs = {row["round"]: row for row in of_rate if row["system"] == REFERENCE}
+        at_rate = sorted((x for x in rows if x["rate"] == rate), key=lambda row: row["round"])
+        baseline = {row["round"]: row for row in at_rate if row["system"] == REFERENCE}
         for key in SYSTEMS:
-            mine = [row for row in of_rate if row["system"] == key]
-            if not mine:
+            found = [row for row in at_rate if row["system"] == key]
+            if not found:
                 continue
-            gain: Row = {"rate": rate, "system": key, "rounds": len(mine)}
-            gain |= {name: statistics.median(row[name] for row in mine) for name in MEDIANS}
-            more = [x["tokens_per_s"] / theirs[x["round"]]["tokens_per_s"] for x in mine]
-            faster = [theirs[x["round"]]["normalized_s"] / x["normalized_s"] for x in mine]
+            gain: Row = {"rate": rate, "system": key, "rounds": len(found)}
+            gain |= {name: statistics.median(row[name] for row in found) for name in MEDIANS}
+            more = [x["tokens_per_s"] / baseline[x["round"]]["tokens_per_s"] for x in found]
+            faster = [baseline[x["round"]]["normalized_s"] / x["normalized_s"] for x in found]
             gain["times_throughput"] = round(statistics.median(more), 4)
             gain["times_latency"] = round(statistics.median(faster), 4)
             gain["times_latency_min"] = round(min(faster), 4)
@@ -51,26 +45,25 @@ def summary(rows: Sequence[Row]) -> list[Row]:
 
 
 def sustained(rows: Sequence[Row], bound: float) -> dict[str, float | None]:
-    """Per system the highest rate (requests per second) that stays within a latency bound.
+    """Per system: the highest rate (requests per second) that stays within a latency bound.
 
-    Of a sweep of rates, up to the first at which the median round's mean normalized latency
-    exceeds the bound (seconds per token); None where the lowest does. Requests that all come at
-    once have no rate.
+    Rates count up to the first whose median normalized latency exceeds the bound (seconds per
+    token); None if the lowest does. Requests sent all at once have no rate.
     """
     held: dict[str, float | None] = {}
     for key in SYSTEMS:
-        mine = [row for row in rows if row["system"] == key and not math.isinf(row["rate"])]
-        if mine:
+        found = [row for row in rows if row["system"] == key and not math.isinf(row["rate"])]
+        if found:
             held[key] = None
-        for rate in sorted({row["rate"] for row in mine}):
-            if statistics.median(x["normalized_s"] for x in mine if x["rate"] == rate) > bound:
+        for rate in sorted({row["rate"] for row in found}):
+            if statistics.median(x["normalized_s"] for x in found if x["rate"] == rate) > bound:
                 break
             held[key] = rate
     return held
 
 
 def cells(gain: Row) -> list[str]:
-    """Of one row of the table of gains, under `HEADINGS`."""
+    """One row of the table, under `HEADINGS`."""
     return [
         "all at once" if math.isinf(gain["rate"]) else f"{gain['rate']:g}",
         SYSTEMS[gain["system"]].label,
@@ -84,29 +77,28 @@ def cells(gain: Row) -> list[str]:
 
 
 def held_lines(rows: Sequence[Row], bound: float) -> list[str]:
-    """What rate each system sustains, in words; none where no rate was tried."""
+    """Sustained rate of each system as text; empty if no rate was measured."""
     lines = []
     for key, rate in sustained(rows, bound).items():
         held = "none of the rates" if rate is None else f"{rate:g} requests/s"
-        tried = {row["rate"] for row in rows if row["system"] == key} - {math.inf}
-        if rate == max(tried):
+        if rate == max({row["rate"] for row in rows if row["system"] == key} - {math.inf}):
             held = f"at least {held}, the highest tried"
         lines.append(f"within {bound:g} s per token: {SYSTEMS[key].label}: {held}")
     return lines
 
 
 def legend(rows: Sequence[Row]) -> str:
-    """What the columns of the table are, and how far answers were apart."""
+    """Meaning of the columns, and the largest distance of answers."""
     largest = max(row["logprob_rms"] for row in rows)
     return (
-        "TTFT and TPOT: medians of requests; s/token: latency over tokens, mean of requests; times "
-        "vLLM: vLLM's s/token over the system's, same round. Log-probabilities of greedy answers "
-        f"differ from vLLM's by {largest:.3f} nats at most (root mean square of a system's)."
+        "TTFT and TPOT: medians of requests. s/token: latency per output token, mean of requests. "
+        "times vLLM: vLLM's s/token over the system's in the same round. Log-probabilities of "
+        f"greedy answers differ from vLLM's by {largest:.3f} nats at most (rms of a system)."
     )
 
 
 def show(console: Console, title: str, rows: Sequence[Row], bound: float | None = None) -> None:
-    """Print the table of gains and, with a bound, the sustained rates."""
+    """Prints the table and, with a bound, the sustained rates."""
     table = Table(title=title)
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == "system" else "right")
@@ -118,6 +110,5 @@ def show(console: Console, title: str, rows: Sequence[Row], bound: float | None 
         table.add_row("" if gain["rate"] == last else first, *others)
         last = gain["rate"]
     console.print(table)
-    console.print(legend(rows), soft_wrap=True)
-    for line in [] if bound is None else held_lines(rows, bound):
+    for line in [legend(rows), *([] if bound is None else held_lines(rows, bound))]:
         console.print(line, soft_wrap=True)

@@ -1,15 +1,18 @@
-"""Where a number comes from: date, device, cores, versions."""
+"""Provenance of a measurement: date, device, versions; in a checkout also revision and command."""
 
 import os
 import platform
 import re
+import shlex
+import subprocess
+import sys
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 
 
 def version(distribution: str) -> str:
-    """Of an installed distribution; "not installed" of another."""
+    """Version of a distribution, or "not installed"."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -19,7 +22,7 @@ def version(distribution: str) -> str:
 def device() -> str:
     """Name of the GPU if torch sees one, else of the CPU."""
     if "+cpu" not in version("torch"):
-        import torch  # seconds to import: not for a build that knows no GPU
+        import torch  # takes seconds; CPU builds have no GPU to report
 
         if torch.cuda.is_available():
             return torch.cuda.get_device_name()
@@ -28,9 +31,34 @@ def device() -> str:
     return names[1].strip() if names else platform.processor() or platform.machine()
 
 
-def provenance() -> dict[str, str]:
-    """Of what is measured now, here."""
-    return {
+def first_line(*command: str) -> str:
+    """First line that a command prints, or "" if it fails or does not exist."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip().partition("\n")[0] if done.returncode == 0 else ""
+
+
+def revision(root: Path, generated: tuple[str, ...] = ()) -> str:
+    """Short git revision, with ``-dirty`` if tracked files other than the generated ones changed.
+
+    Copies without history give ``VLLM_RELAY_REVISION`` or "none".
+    """
+    git = ("git", "-C", str(root))
+    found = first_line(*git, "rev-parse", "--short", "HEAD")
+    exclude = [f":!{path}" for path in generated]
+    changed = found and first_line(*git, "diff", "--name-only", "HEAD", "--", ".", *exclude)
+    return (found or os.environ.get("VLLM_RELAY_REVISION", "none")) + ("-dirty" if changed else "")
+
+
+def provenance(root: Path | None = None, generated: tuple[str, ...] = ()) -> dict[str, str]:
+    """CSV columns that say where and when a number was measured.
+
+    Args:
+        root: checkout whose revision and command to add. generated: its generated paths.
+    """
+    columns = {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "device": device(),
         "cores": str(len(os.sched_getaffinity(0))),
@@ -39,3 +67,9 @@ def provenance() -> dict[str, str]:
         "vllm_relay": version("vllm-relay"),
         "python": platform.python_version(),
     }
+    if root is not None:
+        script = Path(sys.argv[0]).resolve()
+        shown = script.relative_to(root) if script.is_relative_to(root) else script.name
+        columns["revision"] = revision(root, generated)
+        columns["command"] = shlex.join(["python", str(shown), *sys.argv[1:]])
+    return columns

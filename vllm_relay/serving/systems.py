@@ -1,8 +1,8 @@
-"""What is compared: vLLM in two ways, relay in two ways, and their ceiling.
+"""Systems that are compared: vLLM in two ways, relay in two ways, and their ceiling.
 
 The RelayAttention paper (arXiv 2402.14808) compares vLLM, vLLM with prefix sharing (vLLM-PS) and
-vLLM with relay attention (vLLM-RA). The fourth system here loads the prefix's KV from a file; the
-one that skips attention is the ceiling that Hydragen (arXiv 2402.05099) draws.
+vLLM with relay attention (vLLM-RA). The fourth system here loads the prefix's KV from a file. The
+one that skips attention is the ceiling of Hydragen (arXiv 2402.05099).
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class System:
-    """One of them.
+    """One way to serve a model.
 
     Attributes:
-        key: as rows of a CSV name it. label: as tables and figures do. relay: not vLLM's backend.
-        caching: prefix caching. system_kv: the prefix's KV is loaded from a file at start.
-        attention: False: skipped, everything else is done. settings: relay's own.
+        key: name in CSVs. label: name in tables and figures. relay: relay's attention backend.
+        caching: prefix caching. system_kv: load the prefix's KV from a file at start.
+        attention: False: attention is skipped, all else is done. settings: relay's settings.
     """
 
     key: str
@@ -30,13 +30,12 @@ class System:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def flags(self, files: Sequence[Path] = ()) -> list[str]:
-        """Options of ``vllm serve``; files: system KVs to load, if this one does."""
+        """Options of ``vllm serve``; files: system KV to load, if the system does."""
         flags = ["--enable-prefix-caching" if self.caching else "--no-enable-prefix-caching"]
         if self.relay:
             flags += ["--attention-backend", "relay"]
-        if self.system_kv:
-            for file in files:
-                flags += ["--additional-config.relay.system_kv+", str(file)]
+        for file in files if self.system_kv else ():
+            flags += ["--additional-config.relay.system_kv+", str(file)]
         return flags
 
 
@@ -53,20 +52,14 @@ SYSTEMS = {
     )
 }
 FOUR = ("stock-no-caching", "stock", "relay", "relay-system-kv")
-# Of a GPU's memory, for all that are up at once.
-GPU_MEMORY = 0.9
-# What the others are compared with.
+# The baseline.
 REFERENCE = "stock"
-# Root mean square of log-probability differences (nats) between greedy answers, see
-# `serving.Distance`: of all answers together, and of the one that is farthest off. Rounding in bf16
-# makes 0.01 to 0.05, KV that is not the prompt's more than 1: beyond these a system has not
-# computed what it was asked for.
-AGREEMENT = 0.1
-AGREEMENT_OF_ONE = 0.5
+# Share of a GPU's memory for all engines that are up at once.
+GPU_MEMORY = 0.9
 
 
 def memory_share(engines: int) -> float | None:
-    """Of a GPU's memory, for each of so many engines that are up at once; None without a GPU."""
+    """Share of a GPU's memory per engine that is up at once; None without a GPU."""
     import torch
 
     return round(GPU_MEMORY / engines, 3) if torch.cuda.is_available() else None

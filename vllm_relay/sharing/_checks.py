@@ -1,4 +1,4 @@
-"""Checks of what a step hands in, shared by finder and plan; cheap: every step runs them."""
+"""Checks of a step's arrays, run in every step."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -1,4 +1,4 @@
-"""Block tables -> trie: every way in which rows share leading KV blocks."""
+"""The trie of a step: every way in which requests share leading KV blocks."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,15 @@ Int32Array = NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class Trie:
-    """The compressed trie of rows that share, without leaves: each node has at least two rows.
+    """The compressed trie of requests that share, without leaves: each node has at least two
+    requests.
 
     Attributes:
-        depth: blocks that the rows at and below each node share; node 0 is the root, of depth 0.
+        depth: blocks shared by the requests at and below each node; node 0 is the root, of depth 0.
         parent: node above each one; parents come before their children. -1 for the root.
-        rows: int32, rows that no deeper node holds, of each node.
-        count: rows at and below each node.
-        num_rows: rows of the batch, those that share nothing included.
+        rows: int32 per node, requests that no deeper node holds.
+        count: requests at and below each node.
+        num_rows: requests of the batch, those that share nothing included.
     """
 
     depth: list[int]
@@ -27,12 +28,12 @@ class Trie:
     num_rows: int
 
     def __len__(self) -> int:
-        """Nodes, the root left out."""
+        """Nodes without the root."""
         return len(self.depth) - 1
 
     @property
     def width(self) -> int:
-        """Blocks of the longest prefix that two rows share."""
+        """Blocks of the longest prefix that two requests share."""
         return max(self.depth)
 
     @property
@@ -44,7 +45,7 @@ class Trie:
         return max(height)
 
     def share(self, node: int, depth: int) -> float:
-        """The first ``depth`` blocks of a row at ``node``, each over the rows that hold it."""
+        """The first ``depth`` blocks of a request at ``node``, each divided by its holders."""
         share = 0.0
         while node > 0:
             above = self.parent[node]
@@ -53,7 +54,7 @@ class Trie:
         return share
 
     def blocks_repeated(self) -> int:
-        """Blocks that rows hold in all, less those that are different."""
+        """Blocks that requests hold in all, less the distinct ones."""
         edges = zip(self.count[1:], self.depth[1:], self.parent[1:], strict=True)
         return sum((count - 1) * (depth - self.depth[parent]) for count, depth, parent in edges)
 
@@ -72,7 +73,7 @@ def build_trie(block_table: Int32Array, computed_lens: Int32Array, block_size: i
 def _rows_sharing_first_block(
     block_table: Int32Array, computed_lens: Int32Array, block_size: int
 ) -> NDArray[np.intp]:
-    """Rows whose first block another row holds too. Steps without sharing pay for this alone."""
+    """Requests whose first block another one holds. Steps without sharing pay for this alone."""
     first = np.where(computed_lens >= block_size, block_table[:, 0], 0)
     order = first.argsort()
     first = first[order]
@@ -90,7 +91,7 @@ def _build(rows: NDArray[np.intp], block_table: Int32Array, depths: Int32Array) 
     """Sort, then compare neighbours."""
     width = int(depths.max())
     blocks = block_table[rows, :width]
-    # Stale columns must neither match nor separate rows: from here on an id <= 0 ends a row.
+    # Stale columns must neither match nor separate requests: from here on an id <= 0 ends one.
     blocks[np.arange(width) >= depths[:, None]] = 0
     ends = blocks <= 0
     depths = np.where(ends.any(axis=1), ends.argmax(axis=1), width)

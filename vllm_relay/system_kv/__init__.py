@@ -7,15 +7,15 @@ def status(engine: Any) -> list[dict[str, Any]]:
     """The system KVs of a running engine.
 
     Args:
-        engine: vLLM's LLM or LLMEngine. (With an AsyncLLM: ``await
-            engine.engine_core.call_utility_async("relay_system_kv")``. A server shows the same
-            counts under ``/metrics``.)
+        engine: vLLM's LLM or LLMEngine. For an AsyncLLM: ``await
+            engine.engine_core.call_utility_async("relay_system_kv")``. A server has the same counts
+            under ``/metrics``.
 
     Returns:
         One dictionary per prompt: ``name``, ``path``; ``tokens`` of the file; ``blocks``,
-        ``tokens_pinned`` and ``block_ids`` in the KV cache; ``cached``, whether requests find them
-        now (from the first request on); ``requests_hit`` and ``tokens_hit`` since the start;
-        ``released``, why they were given up, or None.
+        ``tokens_pinned`` and ``block_ids`` in the KV cache; ``cached``, True if requests find them
+        (from the first request on); ``requests_hit`` and ``tokens_hit`` since the start;
+        ``released``, the reason why they were given up, or None.
     """
     core = getattr(engine, "llm_engine", engine).engine_core
     if hasattr(core, "call_utility"):

@@ -1,4 +1,4 @@
-"""From prompts to files, with the engine itself: its prefill computes the KV that is stored."""
+"""Building of system-KV files: an engine's own prefill computes the KV that is stored."""
 
 import fcntl
 import os
@@ -6,9 +6,9 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +18,14 @@ import torch
 
 from vllm_relay.config import CAPTURE_CONNECTOR
 from vllm_relay.system_kv import capture
-from vllm_relay.system_kv.file import Layer, Manifest, SystemKVError, tensor_names, write_file
+from vllm_relay.system_kv.file import (
+    Layer,
+    Manifest,
+    SystemKVError,
+    SystemKVFile,
+    tensor_names,
+    write_file,
+)
 from vllm_relay.system_kv.identity import Identity, identify
 from vllm_relay.system_kv.prompts import Prompt
 
@@ -27,10 +34,10 @@ _SCRATCH = ".vllm-relay-build-"
 
 @dataclass(frozen=True)
 class Prefill:
-    """What the prefill of all prompts took.
+    """Size and duration of the prefill of all prompts.
 
     Attributes:
-        tokens: of all prompts. padded_tokens: had each been padded to the longest.
+        tokens: of all prompts. padded_tokens: if each were padded to the longest.
         steps: forward passes. seconds: of the prefill alone.
     """
 
@@ -43,18 +50,18 @@ class Prefill:
 class Builder:
     """An engine that computes the KV of some prompts, packed together without padding.
 
-    vLLM's scheduler fills each step with tokens of several prompts, which is what Prepacking
-    (arXiv 2404.09529) asks for; nothing is padded.
+    vLLM's scheduler fills each step with tokens of several prompts, as Prepacking (arXiv
+    2404.09529) proposes.
 
     Args:
-        engine_args: vLLM's EngineArgs; some settings are changed: no prefix caching, no
-            speculation, eager mode, our own KV connector.
+        engine_args: vLLM's EngineArgs; changed: no prefix caching, no speculation, eager mode, our
+            own KV connector.
         scratch: a folder for unfinished files, see `scratch_folder`.
-        chat_template: as given by ``--chat-template``, or None.
+        chat_template: the value of ``--chat-template``, or None.
 
     Attributes:
         tokenizer: the model's, or None with ``skip_tokenizer_init``.
-        identity: what the engine's KV depends on; reads the weights' files.
+        identity: the engine's `Identity`; it takes a read of the weights' files.
     """
 
     def __init__(self, engine_args: Any, scratch: Path, chat_template: str | None = None) -> None:
@@ -64,8 +71,8 @@ class Builder:
 
         if engine_args.data_parallel_size > 1:
             raise SystemKVError("build with data_parallel_size 1; any number can load the file")
-        engine_args.enable_prefix_caching = False  # so that every prompt's rows are computed
-        engine_args.enforce_eager = True  # in a CUDA graph they would pass unseen
+        engine_args.enable_prefix_caching = False  # every prompt's rows have to be computed
+        engine_args.enforce_eager = True  # the connector sees no rows inside a CUDA graph
         engine_args.speculative_config = None
         engine_args.kv_transfer_config = KVTransferConfig(
             kv_connector=CAPTURE_CONNECTOR,
@@ -74,7 +81,7 @@ class Builder:
             kv_connector_extra_config={"folder": str(scratch), "prompts": []},
         )
         self._scratch = scratch
-        # the limits of a server: a prompt is cut into the same chunks, and so rounded alike
+        # The limits of a server: a prompt is cut into the same chunks, and so rounded alike.
         self._config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         model = self._config.model_config
         self.tokenizer = None if model.skip_tokenizer_init else cached_tokenizer_from_config(model)
@@ -83,11 +90,10 @@ class Builder:
     def prefill(
         self, prompts: Sequence[Prompt], report: Callable[[str, int], None] = lambda doing, n: None
     ) -> Prefill:
-        """Start the engine, compute all prompts, stop it; the KV lies in the scratch folder.
+        """Start the engine, compute all prompts into the scratch folder, stop the engine.
 
         Args:
-            prompts: what to compute. report: called now and then with what is being done and the
-                tokens computed so far.
+            prompts: the prompts. report: called often with the phase and the tokens done.
 
         Raises:
             SystemKVError: a prompt is too long, or given twice.
@@ -113,9 +119,8 @@ class Builder:
         report("starting the engine", 0)
         engine = LLMEngine.from_vllm_config(self._config)
         try:
-            progress = _Progress(self._scratch, report)
             started = time.monotonic()
-            with progress:
+            with _watched(self._scratch, report) as counts:
                 for i, prompt in enumerate(prompts):
                     engine.add_request(
                         str(i),
@@ -128,15 +133,16 @@ class Builder:
         finally:
             engine.engine_core.shutdown()
         tokens = [len(prompt.token_ids) for prompt in prompts]
-        if progress.tokens != sum(tokens):
+        done, steps = map(int, counts)
+        if done != sum(tokens):
             raise SystemKVError(
-                f"of {sum(tokens):,} tokens only {progress.tokens:,} were seen in every layer: "
+                f"of {sum(tokens):,} tokens only {done:,} were seen in every layer: "
                 "this model or attention backend is not supported"
             )
-        return Prefill(sum(tokens), len(tokens) * max(tokens), progress.steps, seconds)
+        return Prefill(sum(tokens), len(tokens) * max(tokens), steps, seconds)
 
     def tensors(self, index: int, prompt: Prompt) -> tuple[dict[str, torch.Tensor], list[Layer]]:
-        """One prompt's KV by tensor name, joined over the workers, and the whole layers."""
+        """One prompt's KV by tensor name, joined over the workers, and the joined layers."""
         shards = capture.read_shards(self._scratch)
         parts: dict[str, list[tuple[int, Layer, tuple[torch.Tensor, torch.Tensor]]]] = {}
         for rank, shard in shards.items():
@@ -157,36 +163,21 @@ class Builder:
             for which, tensor_name in enumerate(tensor_names(name)):
                 slices = [part[2][which] for part in held]
                 tensors[tensor_name] = slices[0] if len(slices) == 1 else torch.cat(slices, 1)
-            layers.append(
-                Layer(
-                    name,
-                    sum(part[1].kv_heads for part in held),
-                    first.head_size,
-                    first.k_scale,
-                    first.v_scale,
-                )
-            )
+            layers.append(replace(first, kv_heads=sum(part[1].kv_heads for part in held)))
         return tensors, layers
 
     def write(self, index: int, prompt: Prompt, path: Path) -> tuple[Manifest, int]:
         """Write one prompt's file; returns its manifest and size in bytes."""
         tensors, layers = self.tensors(index, prompt)
-        identity = self.identity
-        text = self.tokenizer.decode(list(prompt.token_ids)) if self.tokenizer else None
+        identity = vars(self.identity).copy()
+        if prompt.kind != "system-prompt":
+            identity["chat_template"] = None
         manifest = Manifest(
             name=prompt.name,
             kind=prompt.kind,
             token_ids=prompt.token_ids,
-            text=text,
-            model=identity.model,
-            weights=identity.weights,
-            tokenizer=identity.tokenizer,
-            chat_template=identity.chat_template if prompt.kind == "system-prompt" else None,
-            rope=identity.rope,
-            config=identity.config,
-            dtype=identity.dtype,
-            kv_cache_dtype=identity.kv_cache_dtype,
-            quantization=identity.quantization,
+            text=self.tokenizer.decode(list(prompt.token_ids)) if self.tokenizer else None,
+            **identity,
             layers=tuple(layers),
             engine=self._engine(),
             created=datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -209,48 +200,35 @@ class Builder:
         }
 
 
-class _Progress:
-    """Watches what the first worker counts: tokens and steps."""
+@contextmanager
+def _watched(scratch: Path, report: Callable[[str, int], None]) -> Iterator[torch.Tensor]:
+    """Reports the tokens that the first worker counts; yields its counts, tokens and steps."""
+    counts, done = capture.map_progress(scratch), threading.Event()
 
-    def __init__(self, scratch: Path, report: Callable[[str, int], None]) -> None:
-        self._counts = torch.from_file(
-            str(scratch / capture.PROGRESS), shared=True, size=2, dtype=torch.int64
-        )
-        self._report = report
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+    def watch() -> None:
+        while not done.wait(0.2):
+            report("prefill", int(counts[0]))
 
-    @property
-    def tokens(self) -> int:
-        return int(self._counts[0])
-
-    @property
-    def steps(self) -> int:
-        return int(self._counts[1])
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.2):
-            self._report("prefill", self.tokens)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-        self._report("prefill", self.tokens)
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield counts
+    finally:
+        done.set()
+        thread.join()
+        report("prefill", int(counts[0]))
 
 
 @contextmanager
 def scratch_folder(where: Path) -> Iterator[Path]:
     """A folder for unfinished files, on the file system of the finished ones, mode 0700.
 
-    It is removed afterwards; what a killed build left is removed by the next one.
+    It is removed at the end; the next build removes what a killed one left.
     """
     where.mkdir(parents=True, exist_ok=True)
     parent = os.open(where, os.O_RDONLY)
     try:
-        fcntl.flock(parent, fcntl.LOCK_EX)  # of two builds, neither takes the other's for left over
+        fcntl.flock(parent, fcntl.LOCK_EX)  # two builds do not remove each other's folder
         for old in where.glob(_SCRATCH + "*"):
             with suppress(OSError), (old / "lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its build is gone
@@ -265,3 +243,26 @@ def scratch_folder(where: Path) -> Iterator[Path]:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def largest_difference(
+    file: SystemKVFile, tensors: Mapping[str, torch.Tensor]
+) -> tuple[float, str]:
+    """The largest difference of one token in one tensor between a file and a fresh prefill.
+
+    Returns:
+        The root mean square of the difference over that of the fresh values (inf for a NaN), and
+        the token and tensor it is in.
+    """
+    worst, where = 0.0, ""
+    for layer in file.manifest.layers:
+        stored = file.tensors(layer.name)
+        for name, theirs in zip(tensor_names(layer.name), stored, strict=True):
+            ours = tensors[name].float()
+            squares = (theirs.float() - ours).square().mean((1, 2)), ours.square().mean((1, 2))
+            rms = (squares[0] / squares[1]).sqrt().nan_to_num(torch.inf)
+            token = int(rms.argmax())
+            value = float(rms[token])
+            if value >= worst:
+                worst, where = value, f"token {token} of tensor {name}"
+    return worst, where

@@ -1,13 +1,13 @@
 """A KV connector that copies what a prefill writes into the KV cache, for `build`.
 
-Keys and values are taken where the attention layers hand them to the cache
-(``do_kv_cache_update``): row by row, after RoPE, before any block layout. The scheduler's side says
-which rows of a step belong to which prompt. Each worker puts its layers and KV heads into one
-mapped file per prompt; the parent joins them.
+It taps ``do_kv_cache_update``, where keys and values are rows after RoPE in no block layout. The
+scheduler's side tells which rows of a step belong to which prompt. Each worker puts its layers and
+KV heads into one mapped file per prompt; the parent joins them.
 """
 
 import functools
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,17 +20,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
+from vllm_relay import compat
+from vllm_relay.patching import TargetMoved
 from vllm_relay.system_kv.file import Layer, SystemKVError
-from vllm_relay.system_kv.idle import IdleConnector
+from vllm_relay.system_kv.idle_connector import IdleConnector
 
 MODULE = __name__
-# Tokens and steps done, int64, mapped by the first worker and its parent.
+# File with two int64, tokens and steps done; mapped by the first worker and its parent.
 PROGRESS = "progress"
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What one worker holds of every prompt: a flat file per prompt, layer by layer K then V."""
+    """One worker's part of every prompt: a flat file per prompt, layer by layer K then V."""
 
     layers: tuple[Layer, ...]
     tensor_rank: int
@@ -49,13 +51,18 @@ class Shard:
         flat = torch.from_file(str(file), shared=True, size=size, dtype=dtype)
         tensors, begin = {}, 0
         for layer in self.layers:
-            pair = []
-            for _ in range(2):
-                end = begin + tokens * layer.kv_heads * layer.head_size
-                pair.append(flat[begin:end].view(tokens, layer.kv_heads, layer.head_size))
-                begin = end
-            tensors[layer.name] = (pair[0], pair[1])
+            shape = 2, tokens, layer.kv_heads, layer.head_size
+            end = begin + math.prod(shape)
+            keys, values = flat[begin:end].view(shape)
+            tensors[layer.name] = keys, values
+            begin = end
         return tensors
+
+
+def map_progress(folder: Path) -> torch.Tensor:
+    """The counts in `PROGRESS`: tokens and steps done."""
+    path = str(folder / PROGRESS)
+    return torch.from_file(path, shared=True, size=2, dtype=torch.int64)
 
 
 def shard_file(folder: Path, prompt: int, rank: int) -> Path:
@@ -74,7 +81,7 @@ def read_shards(folder: Path) -> dict[int, Shard]:
 
 @dataclass
 class CaptureMetadata(KVConnectorMetadata):
-    """Of a step: per prompt the index, the first token, and the slots of its tokens."""
+    """Per prompt in a step: its index, its first token, and the slots of its tokens."""
 
     parts: list[tuple[int, int, list[int]]] = field(default_factory=list)
 
@@ -133,13 +140,15 @@ class CaptureConnector(IdleConnector):
         layers = []
         for name in names:
             layer = context[name]
-            if not hasattr(layer.impl, "do_kv_cache_update"):
+            try:
+                compat.tap_kv_updates(layer.impl, functools.partial(self._take, name))
+            except TargetMoved:
+                title = type(layer.impl).__name__
                 raise SystemKVError(
-                    f"layer {name}: attention backend {type(layer.impl).__name__} is not supported"
-                )
+                    f"layer {name}: attention backend {title} is not supported"
+                ) from None
             scales = float(layer._k_scale_float), float(layer._v_scale_float)
             layers.append(Layer(name, layer.impl.num_kv_heads, layer.impl.head_size, *scales))
-            self._tap(name, layer.impl)
         dtype = str(self._vllm_config.model_config.dtype).removeprefix("torch.")
         shard = Shard(tuple(layers), int(get_tensor_model_parallel_rank()), dtype)
         rank = self._vllm_config.parallel_config.rank
@@ -149,25 +158,8 @@ class CaptureConnector(IdleConnector):
             shard.map(shard_file(self._folder, prompt, rank), len(tokens))
             for prompt, tokens in enumerate(self._prompts)
         ]
-        path = self._folder / PROGRESS
-        first = rank == 0
-        self._progress = (
-            torch.from_file(str(path), shared=True, size=2, dtype=torch.int64) if first else None
-        )
+        self._progress = map_progress(self._folder) if rank == 0 else None
         (self._folder / f"rank-{rank}.json").write_text(json.dumps(asdict(shard)))
-
-    def _tap(self, name: str, impl: Any) -> None:
-        stock = impl.do_kv_cache_update
-
-        @functools.wraps(stock)
-        def do_kv_cache_update(
-            layer: Any, key: Any, value: Any, kv_cache: Any, slots: Any, *args: Any, **kwargs: Any
-        ) -> Any:
-            done = stock(layer, key, value, kv_cache, slots, *args, **kwargs)
-            self._take(name, key, value, slots)
-            return done
-
-        impl.do_kv_cache_update = do_kv_cache_update
 
     def _take(self, name: str, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
         """Copy the prompts' rows; key and value ``[T, kv_heads, head_size]``, slots ``[T]``."""
@@ -194,7 +186,7 @@ class CaptureConnector(IdleConnector):
         self._taken[name] += len(self._rows)
 
     def wait_for_save(self) -> None:
-        # The parent counts these: rows that some layer did not show are not computed.
+        # The parent compares these counts: rows that some layer did not show are missing.
         taken = min(self._taken.values())
         self._rows = None
         self._taken = dict.fromkeys(self._taken, 0)

@@ -1,13 +1,11 @@
 """The KV connector that loads system KVs at start and keeps them.
 
-vLLM makes one object in the scheduler and one in every worker. When the scheduler's is bound to the
-block pool it takes the blocks; when the workers are asked for their handshake metadata, the last
-thing before the engine says that it is ready, they write them. From then on requests find the
-blocks by vLLM's ordinary prefix caching and this connector moves nothing: it counts hits, and
-writes again after the cache was reset.
+vLLM makes one object in the scheduler and one in every worker. The scheduler's takes the blocks
+when it is bound to the block pool. The workers write them when they are asked for their handshake
+metadata, the last call before the engine is ready. From then on requests find the blocks by vLLM's
+ordinary prefix caching, and this connector only counts hits and rewrites after a cache reset.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,21 +16,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_relay import metrics, plugin
+from vllm_relay import compat, metrics
+from vllm_relay.system_kv.admission import open_admitted, read_settings
 from vllm_relay.system_kv.file import SystemKVError
-from vllm_relay.system_kv.idle import IdleConnector
-from vllm_relay.system_kv.pool import PinnedBlocks
-from vllm_relay.system_kv.settings import open_admitted, read_settings
+from vllm_relay.system_kv.idle_connector import IdleConnector
+from vllm_relay.system_kv.pinned_blocks import PinnedBlocks
 from vllm_relay.system_kv.stats import SystemKVMetrics, SystemKVStats
 from vllm_relay.system_kv.writer import Writer
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """From the scheduler to the workers.
+    """Message from the scheduler to the workers.
 
-    ``rewrite``: the reset after which to write the blocks again. ``released``: the blocks are no
-    longer pinned, whatever this worker could write.
+    ``rewrite``: the reset after which to write the blocks again. ``released``: they are no longer
+    pinned.
     """
 
     rewrite: int | None = None
@@ -41,7 +39,7 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """From the workers to the scheduler: the blocks are written again, or why they may not be."""
+    """Message from the workers: the blocks are written again, or why they may not be used."""
 
     reset: int
     problem: str | None
@@ -55,8 +53,8 @@ class SystemKVConnector(IdleConnector):
     """``--kv-transfer-config '{"kv_connector": "SystemKVConnector", "kv_role": "kv_producer",
     "kv_connector_extra_config": {"files": ["acme.relay"]}}'``
 
-    which is what ``--additional-config.relay.system_kv acme.relay`` stands for. The extra config
-    takes the settings of `SystemKVConfig`.
+    ``--additional-config.relay.system_kv acme.relay`` stands for it. The extra config takes the
+    settings of `SystemKVConfig`.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -65,13 +63,13 @@ class SystemKVConnector(IdleConnector):
         files, settings = open_admitted(extra), read_settings(extra)
         group = _only_group(kv_cache_config)
         block_size = group.kv_cache_spec.block_size
-        self._asked: int | None = None  # the last reset that the workers were told of
+        self._asked: int | None = None  # the last reset sent to the workers
         self._may_rewrite = False
         self._answer: WorkerMetadata | None = None
         self._sent = SystemKVStats()
         if role == KVConnectorRole.SCHEDULER:
             self._pins = PinnedBlocks(vllm_config, files, block_size, settings.budget)
-            plugin.add_engine_method()
+            compat.add_engine_method()
         else:
             self._writer = Writer(vllm_config, files, block_size, group.layer_names)
 
@@ -97,8 +95,8 @@ class SystemKVConnector(IdleConnector):
     ) -> tuple[int | None, bool]:
         if self._pins.wants_rewrite is None:
             return 0, False
-        # "Ask again", for the one step in which the workers write after a reset. Only now: vLLM
-        # asks when it may schedule; a paused or sleeping engine may still be getting new weights.
+        # "Ask again", for the one step in which the workers write after a reset. vLLM asks when it
+        # may schedule; a paused or sleeping engine may still be getting new weights.
         self._may_rewrite = True
         return None, False
 
@@ -120,7 +118,7 @@ class SystemKVConnector(IdleConnector):
             self._pins.rewritten(answer.reset, answer.problem)
 
     def reset_cache(self) -> bool | None:
-        """The pool has told us already, see `PinnedBlocks`."""
+        """Nothing: `PinnedBlocks` has heard of it from the pool."""
         return None
 
     def status(self) -> list[dict[str, Any]]:
@@ -130,10 +128,7 @@ class SystemKVConnector(IdleConnector):
     # In the workers.
 
     def get_handshake_metadata(self) -> None:
-        """Write the blocks, before the engine is ready.
-
-        vLLM 0.33 asks again when it wakes up; the reset that came with the sleep sees to that.
-        """
+        """Write the blocks, once. vLLM 0.33 calls again on wake-up, which a reset covers."""
         self._writer.write_at_start()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -151,7 +146,7 @@ class SystemKVConnector(IdleConnector):
     # Statistics.
 
     def get_kv_connector_stats(self) -> SystemKVStats | None:
-        """What was counted since the last call, from the scheduler."""
+        """The counts since the last call, in the scheduler."""
         if self.role != KVConnectorRole.SCHEDULER:
             return None
         now = SystemKVStats(self._pins.counts())
@@ -168,17 +163,12 @@ class SystemKVConnector(IdleConnector):
 
 
 def _only_group(kv_cache_config: Any) -> Any:
-    """The one group of layers of a KV cache that system KVs support.
-
-    Raises:
-        SystemKVError: several groups, or not plain attention over all tokens.
-    """
+    """The KV cache's only group of layers. Raises SystemKVError if there are other kinds."""
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) == 1 and type(groups[0].kv_cache_spec) is FullAttentionSpec:
-        spec = groups[0].kv_cache_spec
-        if not getattr(spec, "sliding_window", None):
-            return groups[0]
-    kinds: Iterable[str] = {type(group.kv_cache_spec).__name__ for group in groups}
+    specs = [group.kv_cache_spec for group in groups]
+    if [type(spec) for spec in specs] == [FullAttentionSpec] and not specs[0].sliding_window:
+        return groups[0]
+    kinds = {type(spec).__name__ for spec in specs}
     raise SystemKVError(
         "system KVs need a model whose layers all attend to all tokens, with keys and values; "
         f"this one has KV cache groups of {', '.join(sorted(kinds)) or 'no kind'}"

@@ -1,6 +1,6 @@
-"""Digests of what KV depends on: the weights, the tokenizer, the chat template.
+"""Digests of a model's weights, tokenizer and chat template.
 
-They are taken from files, so that a model can be compared before an engine is started.
+They are taken from files, so a model is compared before an engine starts.
 """
 
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import blake3
 
-# The first pattern that matches is what vLLM's default loader reads, too.
+# vLLM's default loader, too, reads the files of the first pattern that matches.
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -21,12 +21,12 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "tokenizer_config.json",
 )
-# Parts of tokenizer_config.json that do not change a token: the template has a digest of its own.
+# Parts of tokenizer_config.json that change no token; the template has a digest of its own.
 _NOT_TOKENIZER = ("chat_template", "name_or_path", "transformers_version", "model_max_length")
 
 
 def digest_weights(model: Path) -> str:
-    """BLAKE3 over all weight files of a model, their names and sizes.
+    """BLAKE3 over all weight files of a model, their names and sizes; 64 hexadecimal digits.
 
     Every byte is read: two checkpoints may differ in one tensor. On one core this takes a fraction
     of a second per GB in the page cache, and leaves the files there for the engine to load.
@@ -34,13 +34,11 @@ def digest_weights(model: Path) -> str:
     Args:
         model: the model's folder, or one GGUF file.
 
-    Returns:
-        64 hexadecimal digits.
-
     Raises:
         FileNotFoundError: no weight files.
     """
-    files = [model] if model.is_file() else _weight_files(model)
+    found = (sorted(model.glob(pattern)) for pattern in WEIGHT_PATTERNS)
+    files = [model] if model.is_file() else next(filter(None, found), [])
     if not files:
         raise FileNotFoundError(f"{model}: no weight files ({', '.join(WEIGHT_PATTERNS)})")
     total = blake3.blake3()
@@ -51,42 +49,28 @@ def digest_weights(model: Path) -> str:
     return total.hexdigest()
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    for pattern in WEIGHT_PATTERNS:
-        if files := sorted(folder.glob(pattern)):
-            return files
-    return []
-
-
 def digest_tokenizer(folder: Path) -> str | None:
-    """BLAKE3 over the tokenizer's files, or None when the folder holds none of them.
-
-    The chat template does not count: `digest_chat_template` is for it.
-    """
+    """BLAKE3 over the tokenizer's files, without the chat template; None if there are none."""
     total = blake3.blake3()
-    found = False
-    for name in TOKENIZER_FILES:
-        path = folder / name
-        if not path.is_file():
-            continue
-        found = True
+    paths = [path for path in map(folder.joinpath, TOKENIZER_FILES) if path.is_file()]
+    for path in paths:
         content = path.read_bytes()
-        if name == "tokenizer_config.json":
+        if path.name == "tokenizer_config.json":
             config = json.loads(content)
             for key in _NOT_TOKENIZER:
                 config.pop(key, None)
             content = json.dumps(config, sort_keys=True).encode()
-        total.update(f"{name}\0{len(content)}\0".encode() + content)
-    return total.hexdigest() if found else None
+        total.update(f"{path.name}\0{len(content)}\0".encode() + content)
+    return total.hexdigest() if paths else None
 
 
 def digest_chat_template(template: str) -> str:
-    """BLAKE3 of a chat template's text, white space at its ends aside."""
+    """BLAKE3 of a chat template's text without white space at its ends."""
     return blake3.blake3(template.strip().encode()).hexdigest()
 
 
 def default_chat_template(folder: Path) -> str | None:
-    """The chat template that a tokenizer's folder brings along, or None."""
+    """The chat template in a tokenizer's folder, or None."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text()

@@ -1,16 +1,15 @@
-"""The system-KV file: one prompt's keys and values, and everything that says where they belong.
+"""The system-KV file: the keys and values of one prompt, and a manifest of where they belong.
 
 A file is a safetensors file. Per layer it holds two tensors, ``{layer}.k`` and ``{layer}.v``, each
-``[tokens, kv_heads, head_size]``: keys after RoPE, values as projected, all KV heads of the model,
-no blocks and no tensor-parallel slices, so that any block size, block layout and degree can load
-it. The manifest is JSON in the safetensors metadata.
+``[tokens, kv_heads, head_size]``: keys after RoPE, values as projected, all KV heads of the model.
+There are no KV blocks and no tensor-parallel slices, so any block size, block layout and degree of
+parallelism can load it. The manifest is JSON in the safetensors metadata.
 
 Every byte is guarded. The manifest holds a BLAKE3 digest of each tensor; the last tensor, the seal,
-is the BLAKE3 digest of the header that holds the manifest. So an edited manifest, a flipped bit and
-a cut-off file are all seen, and opening a file reads its header only.
+is the BLAKE3 digest of the header that holds the manifest. An edited manifest, a flipped bit and a
+truncated file are all detected, and opening a file reads its header only.
 
-A file appears under its name complete or not at all: it is written under another name in the same
-folder, synced and renamed.
+A file appears under its name complete or not at all: it is written elsewhere, synced and renamed.
 """
 
 import json
@@ -31,12 +30,11 @@ FORMAT = 1
 MANIFEST_KEY = "vllm_relay.system_kv"
 SEAL = "seal"
 _SEAL_BYTES = 32
-# safetensors' own limit
-_MAX_HEADER = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 
 
 class SystemKVError(ValueError):
-    """A system-KV file that cannot be used; one line that says which and why."""
+    """A system-KV file that cannot be used; the message is one line with file and reason."""
 
 
 @dataclass(frozen=True)
@@ -52,24 +50,23 @@ class Layer:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a file says about itself.
+    """The description of a file.
 
     Attributes:
-        name: what the prompt is called in logs and counters.
-        kind: "system-prompt", "text" or "token-ids": what it was built from.
+        name: the prompt's name in logs and counters.
+        kind: the prompt's source: "system-prompt", "text" or "token-ids".
         token_ids: the tokens whose KV the file holds, from position 0 on.
-        text: the same, decoded; None without a tokenizer.
-        model: the model as it was named when the file was built; not compared.
-        weights, tokenizer, chat_template: digests, see `vllm_relay.system_kv.digest`; None where
-            there is none (no tokenizer; not built from a chat).
-        rope, config: what of the model's configuration its KV depends on, see
-            `vllm_relay.system_kv.identity`.
-        dtype: of the tensors and of the model. kv_cache_dtype: vLLM's ``--kv-cache-dtype``.
-        quantization: vLLM's ``--quantization`` as resolved, or None.
+        text: the tokens decoded; None without a tokenizer.
+        model: the model's name at the build; not compared.
+        weights, tokenizer, chat_template: digests (`vllm_relay.system_kv.digest`), None where there
+            is none.
+        rope, config: the settings that KV depends on (`vllm_relay.system_kv.identity`).
+        dtype: dtype of the tensors and of the model.
+        kv_cache_dtype, quantization: vLLM's options, as resolved.
         layers: in the order of the model.
         engine: versions and settings of the engine that computed the KV; not compared.
         created: ISO 8601, with time zone.
-        checksums: BLAKE3 of each tensor's bytes, hexadecimal, by tensor name.
+        checksums: hexadecimal BLAKE3 of each tensor's bytes, by tensor name.
     """
 
     name: str
@@ -108,7 +105,7 @@ class Manifest:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> "Manifest":
-        """Raises KeyError, TypeError or ValueError where something is missing or misshapen."""
+        """Raises KeyError, TypeError or ValueError for a missing or malformed field."""
         values = {field.name: given[field.name] for field in fields(cls)}
         values["token_ids"] = tuple(int(token) for token in given["token_ids"])
         values["layers"] = tuple(Layer(**layer) for layer in given["layers"])
@@ -121,28 +118,28 @@ def tensor_names(layer: str) -> tuple[str, str]:
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """BLAKE3 of a dense CPU tensor's bytes, on as many threads as this process may use."""
+    """BLAKE3 of a CPU tensor's bytes, on as many threads as this process may use."""
     data = tensor.contiguous().view(torch.uint8).flatten().numpy()
     hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
-    hasher.update(data.data)
-    return hasher.hexdigest()
+    return hasher.update(data.data).hexdigest()
 
 
 def write_file(
     path: Path, manifest: Manifest, tensors: Mapping[str, torch.Tensor], scratch: Path
 ) -> int:
-    """Write a file, whole or not at all; an older one of that name stays until it is replaced.
+    """Write a file, whole or not at all; an older file of that name stays until it is replaced.
 
     Args:
-        path: where. manifest: its ``checksums`` are filled in here.
-        tensors: by name, CPU, ``[tokens, kv_heads, head_size]``, see `tensor_names`.
+        path: the file. manifest: its ``checksums`` are filled in here.
+        tensors: CPU tensors ``[tokens, kv_heads, head_size]`` by name, see `tensor_names`.
         scratch: an existing folder on the same file system, for the unfinished file.
 
     Returns:
         The size of the file in bytes.
 
     Raises:
-        SystemKVError: a tensor is missing or misshapen. OSError: the disk is full, say.
+        SystemKVError: a tensor is missing, or its shape or dtype is not the manifest's.
+        OSError: for example, the disk is full.
     """
     shapes = manifest.shapes()
     if tensors.keys() != shapes.keys():
@@ -154,13 +151,13 @@ def write_file(
             raise SystemKVError(
                 f"{path}: tensor {name} must be {shape} {manifest.dtype}, is {found[0]} {found[1]}"
             )
-    given = asdict(manifest) | {"checksums": {name: checksum(t) for name, t in tensors.items()}}
-    manifest = Manifest.from_dict(given)
+    dense = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    checksums = {name: checksum(tensor) for name, tensor in dense.items()}
+    text = Manifest.from_dict(asdict(manifest) | {"checksums": checksums}).to_json()
     unfinished = scratch / f"{path.name}.unfinished"
     seal = torch.zeros(_SEAL_BYTES, dtype=torch.uint8)
-    dense = {name: tensor.contiguous() for name, tensor in tensors.items()}
     try:
-        save_file({**dense, SEAL: seal}, unfinished, metadata={MANIFEST_KEY: manifest.to_json()})
+        save_file({**dense, SEAL: seal}, unfinished, metadata={MANIFEST_KEY: text})
     except safetensors.SafetensorError as error:
         raise OSError(f"{path}: {error}") from None
     os.chmod(unfinished, 0o600)
@@ -170,20 +167,13 @@ def write_file(
         file.write(header.digest)
         file.flush()
         os.fsync(file.fileno())
-        size = os.fstat(file.fileno()).st_size
     os.replace(unfinished, path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)  # the rename itself
     finally:
         os.close(folder)
-    return size
-
-
-def _whole(number: Any) -> int:
-    if type(number) is not int:
-        raise TypeError(f"{number!r} is not an offset")
-    return number
+    return header.file_bytes
 
 
 @dataclass(frozen=True)
@@ -192,16 +182,16 @@ class _Header:
     metadata: Mapping[str, Any]
     digest: bytes
     seal_at: int
-    file_size: int
+    file_bytes: int
 
 
 def _read_header(file: Any, path: Path) -> _Header:
-    """The safetensors header: 8 bytes of its length (little endian), then JSON."""
+    """The safetensors header: its length in 8 bytes (little endian), then JSON."""
     size = os.fstat(file.fileno()).st_size
     file.seek(0)
     start = file.read(8)
     length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-    if not 2 <= length <= _MAX_HEADER:
+    if not 2 <= length <= _MAX_HEADER_BYTES:
         raise SystemKVError(f"{path}: is not a system-KV file")
     if 8 + length > size:
         raise SystemKVError(f"{path}: is truncated: {size:,} bytes, its header alone has more")
@@ -209,11 +199,13 @@ def _read_header(file: Any, path: Path) -> _Header:
     try:
         header = json.loads(raw)
         metadata = header.pop("__metadata__")
-        ends = [_whole(entry["data_offsets"][1]) for entry in header.values()]
-        seal_begin, seal_end = map(_whole, header[SEAL]["data_offsets"])
+        offsets = {name: entry["data_offsets"] for name, entry in header.items()}
+        if not all(type(number) is int for pair in offsets.values() for number in pair):
+            raise TypeError("an offset that is not a whole number")
+        expected = 8 + length + max(end for _, end in offsets.values())
+        seal_begin, seal_end = offsets[SEAL]
     except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError):
         raise SystemKVError(f"{path}: is not a system-KV file, or its header is damaged") from None
-    expected = 8 + length + max(ends)
     if size != expected:
         verb = "is truncated" if size < expected else "has bytes after its end"
         raise SystemKVError(f"{path}: {verb}: {size:,} bytes of {expected:,}")
@@ -224,14 +216,9 @@ def _read_header(file: Any, path: Path) -> _Header:
 
 
 class SystemKVFile:
-    """A file opened for reading: its header is checked, its tensors are mapped when asked for.
+    """A file opened for reading: its header is checked at once, its tensors when they are read.
 
-    Args:
-        path: the file.
-
-    Attributes:
-        path, manifest, size (bytes).
-        seal: hexadecimal digest that stands for the whole content.
+    Attributes: path, manifest, size (bytes), seal (hexadecimal digest of the whole content).
 
     Raises:
         SystemKVError: not a readable, complete, unchanged file of a known format.
@@ -251,7 +238,8 @@ class SystemKVFile:
             seal = self._file.read(_SEAL_BYTES)
         except OSError as error:
             raise SystemKVError(f"{self.path}: {error.strerror or error}") from None
-        given = self._manifest_dict(header.metadata)
+        # The format comes before the seal: a later format may guard itself in another way.
+        given = self._known_format(header.metadata)
         if seal != header.digest:
             raise SystemKVError(
                 f"{self.path}: the manifest is not the one that was written with it (its checksum "
@@ -259,17 +247,21 @@ class SystemKVFile:
             )
         try:
             self.manifest = Manifest.from_dict(given)
-            self._check_tensors(header.tensors)
+            shapes = self.manifest.shapes()
+            if shapes.keys() | {SEAL} != header.tensors.keys() or (
+                shapes.keys() != self.manifest.checksums.keys()
+            ):
+                raise ValueError("it does not name the tensors in the file")
+            for name, shape in shapes.items():
+                if (found := header.tensors[name]["shape"]) != list(shape):
+                    raise ValueError(f"tensor {name} has the shape {found}")
         except (KeyError, TypeError, ValueError) as error:
             raise SystemKVError(f"{self.path}: the manifest is malformed: {error}") from None
         self.seal = seal.hex()
-        self.size = header.file_size
+        self.size = header.file_bytes
 
-    def _manifest_dict(self, metadata: Any) -> dict[str, Any]:
-        """The manifest, of a format that this version reads.
-
-        The format comes before the seal: a later format may guard itself in another way.
-        """
+    def _known_format(self, metadata: Any) -> dict[str, Any]:
+        """The manifest as a dictionary. Raises SystemKVError if this version cannot read it."""
         try:
             given = json.loads(metadata[MANIFEST_KEY])
             written = given["format"]
@@ -285,25 +277,10 @@ class SystemKVFile:
             )
         return dict(given)
 
-    def _check_tensors(self, entries: Mapping[str, Any]) -> None:
-        shapes = self.manifest.shapes()
-        if not entries.keys() - {SEAL} == shapes.keys() == self.manifest.checksums.keys():
-            raise ValueError("it does not name the tensors in the file")
-        for name, shape in shapes.items():
-            if entries[name]["shape"] != list(shape):
-                raise ValueError(f"tensor {name} has the shape {entries[name]['shape']}")
-
     def tensors(self, layer: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, mapped from the file; their checksums are compared.
+        """Keys and values of one layer, mapped: CPU tensors ``[tokens, kv_heads, head_size]``.
 
-        Args:
-            layer: a name in the manifest.
-
-        Returns:
-            Two CPU tensors ``[tokens, kv_heads, head_size]``.
-
-        Raises:
-            SystemKVError: a checksum differs.
+        Raises SystemKVError if a checksum differs.
         """
         names = tensor_names(layer)
         try:
@@ -318,10 +295,6 @@ class SystemKVFile:
         return keys, values
 
     def verify(self) -> None:
-        """Compare the checksums of all tensors.
-
-        Raises:
-            SystemKVError: the first that differs.
-        """
+        """Compare all checksums. Raises SystemKVError at the first that differs."""
         for layer in self.manifest.layers:
             self.tensors(layer.name)

@@ -1,8 +1,8 @@
-"""What an engine's KV depends on, and how a file is compared with it.
+"""Identity: everything that an engine's KV depends on, and its comparison with a file.
 
-KV is a function of the tokens, the weights and the model's configuration. Two engines agree on it
-when everything in `Identity` agrees; what may differ (block size, layout, tensor parallelism,
-scheduling, the engine's version) changes at most the order of summation.
+KV is a function of the tokens, the weights and the model's configuration. Two engines of the same
+`Identity` agree on it; block size, layout, tensor parallelism, scheduling and the engine's version
+may differ and change at most the order of summation.
 """
 
 import json
@@ -23,49 +23,27 @@ from vllm_relay.system_kv.digest import (
 from vllm_relay.system_kv.file import Manifest, SystemKVError
 
 # Settings of a Hugging Face config that KV does not depend on; RoPE is compared on its own.
+# fmt: off
 _NOT_COMPARED = {
-    "_name_or_path",
-    "_model_name_or_path",
-    "attn_implementation",
-    "auto_map",
-    "bos_token_id",
-    "chunk_size_feed_forward",
-    "dtype",
-    "eos_token_id",
-    "id2label",
-    "initializer_range",
-    "is_encoder_decoder",
-    "label2id",
-    "max_position_embeddings",
-    "output_attentions",
-    "output_hidden_states",
-    "pad_token_id",
-    "problem_type",
-    "return_dict",
-    "tie_word_embeddings",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-    "vocab_size",
+    "_name_or_path", "_model_name_or_path", "attn_implementation", "auto_map", "bos_token_id",
+    "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label", "initializer_range",
+    "is_encoder_decoder", "label2id", "max_position_embeddings", "output_attentions",
+    "output_hidden_states", "pad_token_id", "problem_type", "return_dict", "tie_word_embeddings",
+    "torch_dtype", "transformers_version", "use_cache", "vocab_size",
 }
+# fmt: on
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
-# Formats that read the files that `digest_weights` does.
+# Formats that read the same files as `digest_weights`.
 _LOAD_FORMATS = (
-    "auto",
-    "hf",
-    "safetensors",
-    "fastsafetensors",
-    "runai_streamer",
-    "mistral",
-    "gguf",
-)
+    "auto", "hf", "safetensors", "fastsafetensors", "runai_streamer", "mistral", "gguf",
+)  # fmt: skip
 # RoPE types that depend on lengths beside their parameters.
 _ROPE_BY_LENGTH = ("longrope", "su", "dynamic")
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What the KV of an engine depends on; the fields are those of `Manifest`."""
+    """Everything that the KV of an engine depends on; the fields are those of `Manifest`."""
 
     model: str
     weights: str
@@ -79,13 +57,11 @@ class Identity:
 
 
 def identify(vllm_config: Any, chat_template: str | None = None) -> Identity:
-    """The identity of an engine that is started with this configuration.
-
-    Reads all weight files once.
+    """The identity of an engine with this configuration; reads all weight files once.
 
     Args:
-        vllm_config: vLLM's VllmConfig. chat_template: as given by ``--chat-template``; None for the
-            model's own.
+        vllm_config: vLLM's VllmConfig. chat_template: the value of ``--chat-template``; None for
+            the model's own.
 
     Raises:
         SystemKVError: the weights or the tokenizer cannot be read.
@@ -97,13 +73,14 @@ def identify(vllm_config: Any, chat_template: str | None = None) -> Identity:
             f"weights of load format {load_format} cannot be told apart; system KVs need one of "
             + ", ".join(_LOAD_FORMATS)
         )
-    # as a file keeps it
+    # Through JSON, as a file keeps it.
     hf = json.loads(json.dumps(model.hf_text_config.to_dict(), default=str))
     config = {k: v for k, v in hf.items() if k not in _NOT_COMPARED and k not in _ROPE}
-    for name, given in (
-        ("quantization_config", getattr(model.hf_config, "quantization_config", None)),
-        ("--quantization-config", getattr(model, "quantization_config", None)),
+    for name, holder in (
+        ("quantization_config", model.hf_config),
+        ("--quantization-config", model),
     ):
+        given = getattr(holder, "quantization_config", None)
         config[name] = json.loads(json.dumps(given, default=str))
     tokenizer = None
     if not model.skip_tokenizer_init:
@@ -128,12 +105,9 @@ def identify(vllm_config: Any, chat_template: str | None = None) -> Identity:
 
 
 def local_folder(name: str, revision: str | None, vllm_config: Any) -> Path:
-    """The folder (or single file) of a model or tokenizer that vLLM was given by path or hub name.
+    """The folder (or single file) of a model or tokenizer, given by path or hub name.
 
-    What is not on this machine yet is downloaded to where vLLM looks for it.
-
-    Raises:
-        SystemKVError: it cannot be had.
+    Missing files are downloaded to where vLLM looks for them. Raises SystemKVError on failure.
     """
     if os.path.exists(name):
         return Path(name)
@@ -145,7 +119,7 @@ def local_folder(name: str, revision: str | None, vllm_config: Any) -> Path:
                 name,
                 revision=revision,
                 cache_dir=vllm_config.load_config.download_dir,
-                # Weights of other kinds are found when the engine has downloaded them before.
+                # Weights of other kinds are there if the engine has downloaded them before.
                 allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"],
                 local_files_only=huggingface_hub.constants.HF_HUB_OFFLINE,
             )
@@ -156,17 +130,16 @@ def local_folder(name: str, revision: str | None, vllm_config: Any) -> Path:
 
 
 def read_chat_template(given: str | None) -> str | None:
-    """The text of what was given as ``--chat-template``: a file, a template of vLLM's, or a text.
+    """The text of ``--chat-template``: a file, a template of vLLM's, or the text itself.
 
-    Raises:
-        SystemKVError: none of them.
+    Raises SystemKVError if it is none of them.
     """
     if given is None:
         return None
     from vllm.transformers_utils.chat_templates.registry import CHAT_TEMPLATES_DIR
 
     for path in (Path(given), Path(CHAT_TEMPLATES_DIR) / given):
-        with suppress(OSError):  # a text may be too long for a name
+        with suppress(OSError):  # also: a text too long for a file name
             return path.read_text()
     if any(character in given for character in "{}\n"):
         return given
@@ -174,7 +147,7 @@ def read_chat_template(given: str | None) -> str | None:
 
 
 def differences(manifest: Manifest, identity: Identity) -> list[str]:
-    """What in a file does not fit an engine, one phrase each; empty when it fits."""
+    """The differences between a file and an engine, one phrase each; empty when it fits."""
     found = []
     for field, title in (
         ("weights", "the model's weights"),
@@ -182,7 +155,7 @@ def differences(manifest: Manifest, identity: Identity) -> list[str]:
         ("chat_template", "the chat template"),
     ):
         theirs, ours = getattr(manifest, field), getattr(identity, field)
-        # built from token ids or plain text, or an engine without a tokenizer
+        # Built from token ids or plain text, or an engine without a tokenizer.
         if theirs is None or (ours is None and field != "weights"):
             continue
         if theirs != ours:
@@ -190,7 +163,7 @@ def differences(manifest: Manifest, identity: Identity) -> list[str]:
             found.append(f"{title} (file {theirs[:12]}, engine {ours or 'none'})")
     if manifest.rope != identity.rope:
         found += _entries("RoPE", manifest.rope, identity.rope, both=False)
-    # Another version of the library may know other settings, which then have no counterpart.
+    # Settings that only one version of the library knows have no counterpart.
     other = manifest.engine.get("transformers") != version("transformers")
     found += _entries("the model's", manifest.config, identity.config, both=other)
     for field, title in (
@@ -207,7 +180,7 @@ def differences(manifest: Manifest, identity: Identity) -> list[str]:
 def _entries(
     title: str, theirs: Mapping[str, Any], ours: Mapping[str, Any], *, both: bool
 ) -> Iterator[str]:
-    """Entries that differ; ``both``: of those that both have."""
+    """A phrase per differing entry; ``both``: only entries that both have."""
     keys = theirs.keys() & ours.keys() if both else theirs.keys() | ours.keys()
     for key in sorted(keys):
         if theirs.get(key) != ours.get(key):
@@ -215,7 +188,7 @@ def _entries(
 
 
 def _rope(hf: Mapping[str, Any], max_model_len: int) -> dict[str, Any]:
-    """What decides how positions are rotated, flat, as a file keeps it (JSON)."""
+    """The settings that decide how positions are rotated, as one flat dictionary."""
     found: dict[str, Any] = {}
     for key in _ROPE:
         value = hf.get(key)

@@ -1,16 +1,17 @@
-"""From what an operator writes to the tokens that every request begins with."""
+"""Prompts to build files from: the tokens that every request under a message or text shares."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
-# Beginnings of what may follow a text, beside those that the vocabulary suggests.
+# Possible continuations of a text, beside those that the vocabulary suggests.
 _CONTINUATIONS = ("\n", " ", " a", "0", "a", "'s", ".", "é", "日本", "🙂")
-# Users of conversations that are compared. They begin with different characters.
+# User messages of the conversations that are compared; they begin with different characters.
 _USERS = ("Hello", "0", "\n", " a", "é")
 _ANSWER = "Yes."
 _OTHER_MESSAGE = "\u2021 another message"
-# Characters at the end of a text that are looked at, or a few more.
+# Characters at the end of a text that are tokenized with continuations, or a few more.
 _TAIL = 128
 
 
@@ -19,10 +20,10 @@ class Prompt:
     """A prompt to build a file from.
 
     Attributes:
-        name: of the file in logs and counters.
+        name: the file's name in logs and counters.
         kind: "system-prompt", "text" or "token-ids".
-        token_ids: what is stored.
-        note: something its author should know, or None.
+        token_ids: the tokens to store.
+        note: a remark for the author, or None.
     """
 
     name: str
@@ -40,16 +41,15 @@ def from_system_message(
     tools: Sequence[Any] | None = None,
     template_kwargs: dict[str, Any] | None = None,
 ) -> Prompt:
-    """The longest run of tokens with which every conversation under a system message begins.
+    """The longest token prefix of all conversations under a system message.
 
-    It is found by rendering several conversations and comparing them. It ends where the template
-    writes the date, since tomorrow's conversations begin otherwise, and before a token that may be
-    joined with what a user writes.
+    Several conversations are rendered and compared. The prefix ends where the template writes the
+    date, which changes, and before a token that may merge with a user's first characters.
 
     Args:
-        name: of the prompt. message: the system message.
+        name: the prompt's name. message: the system message.
         tokenizer: a Hugging Face tokenizer. chat_template: its text; None for the tokenizer's own.
-        tools, template_kwargs: as given to the template with every request.
+        tools, template_kwargs: given to the template with every request.
 
     Raises:
         ValueError: the template does not put the system message first, or does not accept one.
@@ -82,7 +82,7 @@ def from_system_message(
         return _stable_tokens("".join(common_prefix(texts)), tokenizer, add_special_tokens=False)
 
     today = [render(user, answered) for user in _USERS for answered in (False, True)]
-    # A template asks for the date by calling this function.
+    # Templates call this function for the date.
     other_day = render(_USERS[0], False, strftime_now=lambda form: "\0")
     stored, undated = stored_of([*today, other_day]), stored_of(today)
     note = None
@@ -100,10 +100,9 @@ def from_system_message(
 
 
 def from_text(name: str, text: str, tokenizer: Any) -> Prompt:
-    """The tokens that every completion request whose prompt begins with a text begins with.
+    """The longest token prefix of all completion requests whose prompt begins with a text.
 
-    Raises:
-        ValueError: there are none.
+    Raises ValueError if there is none.
     """
     stored = _stable_tokens(text, tokenizer, add_special_tokens=True)
     if not stored:
@@ -114,11 +113,11 @@ def from_text(name: str, text: str, tokenizer: Any) -> Prompt:
 def _stable_tokens(text: str, tokenizer: Any, *, add_special_tokens: bool) -> list[int]:
     """The tokens of a text that stay the same whatever follows it.
 
-    A token that joins the text's end with what follows is in the vocabulary. So all continuations
-    that could be joined are known, and are tried.
+    A token that merges the text's end with a continuation is in the vocabulary, so all such
+    continuations are known and tried.
     """
     begin = max(0, len(text) - _TAIL)
-    # Tokenizers begin anew at a space behind a word.
+    # Tokenizers start over at a space after a word.
     while begin and not (text[begin] == " " and not text[begin - 1].isspace()):
         begin -= 1
     tail = text[begin:]
@@ -137,7 +136,7 @@ def _stable_tokens(text: str, tokenizer: Any, *, add_special_tokens: bool) -> li
 
 
 def _position(part: Sequence[int], whole: Sequence[int]) -> int:
-    """Where the tokens of a text begin among those with special tokens around them."""
+    """The index of a text's tokens among those with special tokens around them."""
     for begin in range(len(whole) - len(part) + 1):
         if list(whole[begin : begin + len(part)]) == list(part):
             return begin
@@ -145,10 +144,10 @@ def _position(part: Sequence[int], whole: Sequence[int]) -> int:
 
 
 def _joined(text: str, tokenizer: Any) -> tuple[set[str], set[int]]:
-    """How tokens of the vocabulary may join the end of a text with what follows.
+    """How tokens of the vocabulary may merge the end of a text with its continuation.
 
     Returns:
-        what remains of such tokens behind the text; and, of those that end inside a character,
+        The rest of each such token after the text; and, for tokens that end inside a character,
         how many of the text's characters they hold.
     """
     joined, cut = set(), set()
@@ -170,10 +169,6 @@ def _joined(text: str, tokenizer: Any) -> tuple[set[str], set[int]]:
 
 
 def common_prefix(sequences: Sequence[Sequence[Any]]) -> list[Any]:
-    """The longest beginning that all sequences have in common."""
-    shortest = min(map(len, sequences))
-    first = sequences[0]
-    for i in range(shortest):
-        if any(tokens[i] != first[i] for tokens in sequences):
-            return list(first[:i])
-    return list(first[:shortest])
+    """The longest common prefix of sequences, as a list of items."""
+    common = takewhile(lambda items: len(set(items)) == 1, zip(*sequences, strict=False))
+    return [items[0] for items in common]

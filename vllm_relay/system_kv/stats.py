@@ -1,4 +1,4 @@
-"""Hits of system KVs, on vLLM's own ways: its log line and ``/metrics``."""
+"""Hits of system KVs in vLLM's own statistics: its log line and ``/metrics``."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,19 +9,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+# Counters of a prompt: names in Prometheus, and documentation there.
+_COUNTERS = {
+    "requests_hit": ("requests", "Requests that began in the pinned blocks of a system KV."),
+    "tokens_hit": ("tokens", "Prompt tokens that such requests found there."),
+}
+
 
 class SystemKVStats(KVConnectorStats):
     """``data``: prompt -> {"requests_hit", "tokens_hit": since the last; "blocks": now}."""
 
     def since(self, before: "SystemKVStats") -> "SystemKVStats":
-        """What came after ``before``; prompts about which nothing is new are left out."""
-        new = {}
-        for name, entry in self.data.items():
-            old = before.data.get(name)
-            if entry != old:
-                old = old or {"requests_hit": 0, "tokens_hit": 0}
-                counted = {key: entry[key] - old[key] for key in ("requests_hit", "tokens_hit")}
-                new[name] = {**counted, "blocks": entry["blocks"]}
+        """The difference from ``before``; unchanged prompts are left out."""
+        new = {
+            name: _combine(entry, before.data.get(name), -1)
+            for name, entry in self.data.items()
+            if entry != before.data.get(name)
+        }
         return SystemKVStats(new)
 
     def reset(self) -> None:
@@ -29,9 +33,7 @@ class SystemKVStats(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> "SystemKVStats":
         for name, entry in other.data.items():
-            old = self.data.get(name, {"requests_hit": 0, "tokens_hit": 0})
-            counted = {key: entry[key] + old[key] for key in ("requests_hit", "tokens_hit")}
-            self.data[name] = {**counted, "blocks": entry["blocks"]}
+            self.data[name] = _combine(entry, self.data.get(name), 1)
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -43,6 +45,11 @@ class SystemKVStats(KVConnectorStats):
 
     def is_empty(self) -> bool:
         return not self.data
+
+
+def _combine(entry: dict[str, int], other: dict[str, int] | None, sign: int) -> dict[str, int]:
+    """``entry`` with the other's counters added to its own, ``sign`` times."""
+    return entry | {key: entry[key] + sign * (other or {}).get(key, 0) for key in _COUNTERS}
 
 
 class SystemKVMetrics(KVConnectorPromMetrics):
@@ -57,29 +64,22 @@ class SystemKVMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         names = [*labelnames, "prompt"]
-        counter, gauge = metric_types[Counter], metric_types[Gauge]
-        self._metrics = {
-            "requests_hit": counter(
-                name="vllm:relay_system_kv_requests",
-                documentation="Requests that began in the pinned blocks of a system KV.",
-                labelnames=names,
-            ),
-            "tokens_hit": counter(
-                name="vllm:relay_system_kv_tokens",
-                documentation="Prompt tokens that such requests found there.",
-                labelnames=names,
-            ),
-            "blocks": gauge(
-                name="vllm:relay_system_kv_blocks",
-                documentation="KV cache blocks pinned for a system KV.",
-                multiprocess_mode="mostrecent",
-                labelnames=names,
-            ),
+        self._counters = {
+            key: metric_types[Counter](
+                name=f"vllm:relay_system_kv_{name}", documentation=text, labelnames=names
+            )
+            for key, (name, text) in _COUNTERS.items()
         }
+        self._blocks = metric_types[Gauge](
+            name="vllm:relay_system_kv_blocks",
+            documentation="KV cache blocks pinned for a system KV.",
+            multiprocess_mode="mostrecent",
+            labelnames=names,
+        )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for prompt, entry in transfer_stats_data.items():
             labels = [*self.per_engine_labelvalues[engine_idx], prompt]
-            for key in ("requests_hit", "tokens_hit"):
-                self._metrics[key].labels(*labels).inc(entry[key])
-            self._metrics["blocks"].labels(*labels).set(entry["blocks"])
+            for key, counter in self._counters.items():
+                counter.labels(*labels).inc(entry[key])
+            self._blocks.labels(*labels).set(entry["blocks"])

@@ -1,7 +1,7 @@
-"""The worker's side: from files into this worker's KV blocks, through the engine's own write path.
+"""The worker's side: files are written into this worker's KV blocks.
 
-The engine's ``do_kv_cache_update`` knows its block layout, so nothing here does: tensors of a file
-are cut to this worker's KV heads and given to it, all tokens of a layer in one call.
+Tensors are cut to this worker's KV heads and given to the engine's ``do_kv_cache_update``, all
+tokens of a layer in one call; so nothing here knows the block layout.
 """
 
 import time
@@ -11,11 +11,11 @@ from typing import Any
 import blake3
 import torch
 
-from vllm_relay import metrics, plugin
-from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
-from vllm_relay.system_kv.pins import place
+from vllm_relay import compat, metrics
+from vllm_relay.system_kv.file import Layer, SystemKVError, SystemKVFile
+from vllm_relay.system_kv.placement import place
 
-# Elements looked at per parameter: enough to see any training step or merged adapter.
+# Elements compared per parameter: enough to detect any training step or merged adapter.
 _SAMPLE = 1 << 16
 # A digest, and objects that are compared by identity.
 _Fingerprint = tuple[bytes, list[Any]]
@@ -25,9 +25,8 @@ class Writer:
     """Writes system KVs into the KV cache of one worker.
 
     Args:
-        vllm_config: vLLM's VllmConfig. files: what to load, in order.
-        block_size: tokens per block. layers: names of the layers of the KV cache group, this
-            worker's only.
+        vllm_config: vLLM's VllmConfig. files: the system KVs, in order. block_size: tokens per
+            block. layers: names of this worker's layers in the KV cache group.
     """
 
     def __init__(
@@ -44,11 +43,7 @@ class Writer:
         self._weights: _Fingerprint | None = None
 
     def write_at_start(self) -> None:
-        """Write the blocks the first time, and note the weights that the files were compared with.
-
-        Raises:
-            SystemKVError: as `write`.
-        """
+        """Write the blocks the first time, and note the weights that they were computed with."""
         if self._weights is None:
             self.write()
             self._weights = _fingerprint()
@@ -69,10 +64,9 @@ class Writer:
                 count += self._write_file(file, begin, end, slots)
         seconds = time.monotonic() - started
         for placement in placements:
-            for name in self._layers:
-                layer, cache = self._layer(name)
+            for layer in map(self._layer, self._layers):
                 if keep := getattr(layer.impl, "keep", None):
-                    keep(layer, cache, placement.block_ids)
+                    keep(layer, layer.kv_cache, placement.block_ids)
         if self._files and self._vllm_config.parallel_config.rank == 0:
             metrics.logger.info(
                 "relay: wrote %d system KV%s into the KV cache: %.1f MB in %.3f s, %.2f GB/s, "
@@ -84,11 +78,9 @@ class Writer:
                 count / 1e9 / max(seconds, 1e-9),
             )
 
-    def _layer(self, name: str) -> tuple[Any, torch.Tensor]:
-        """A layer of this worker's model, and its KV blocks."""
-        layer = self._vllm_config.compilation_config.static_forward_context[name]
-        cache = layer.kv_cache
-        return layer, cache[0] if isinstance(cache, (list, tuple)) else cache
+    def _layer(self, name: str) -> Any:
+        """A layer of this worker's model; its ``kv_cache`` are the KV blocks."""
+        return self._vllm_config.compilation_config.static_forward_context[name]
 
     def _write_file(self, file: SystemKVFile, begin: int, end: int, slots: torch.Tensor) -> int:
         """Write tokens ``begin`` to ``end`` of a file; returns the bytes written."""
@@ -102,8 +94,8 @@ class Writer:
             raise SystemKVError(f"{file.path}: has KV for {min(extra)}, which this model lacks")
         written = 0
         for name in self._layers:
-            (layer, cache), wanted = self._layer(name), described[name]
-            heads = layer.impl.num_kv_heads
+            layer, wanted = self._layer(name), described[name]
+            cache, heads = layer.kv_cache, layer.impl.num_kv_heads
             first = _first_head(wanted.kv_heads, heads, parallel.tensor_parallel_size)
             _check_shape(file, layer, wanted)
             slots = slots.to(cache.device)
@@ -116,17 +108,13 @@ class Writer:
         return written
 
     def forget(self) -> None:
-        """The blocks may hold something else from now on."""
-        for name in self._layers:
-            if forget := getattr(self._layer(name)[0].impl, "forget", None):
+        """Unpin what layers packed: the blocks may hold something else from now on."""
+        for layer in map(self._layer, self._layers):
+            if forget := getattr(layer.impl, "forget", None):
                 forget()
 
     def rewrite(self) -> str | None:
-        """Write again after the cache was reset.
-
-        Returns:
-            None, or why the system KVs must not be used any more.
-        """
+        """Write again after a reset; returns None, or why the KV must not be used any more."""
         self.forget()
         if _fingerprint() != self._weights:
             return "the model's weights were changed"
@@ -138,15 +126,15 @@ class Writer:
 
 
 def _slots(block_ids: Sequence[int], block_size: int) -> torch.Tensor:
-    """Slots of all tokens of blocks, int64."""
+    """KV cache slots of all tokens of the blocks, int64."""
     offsets = torch.arange(block_size)
     return (torch.tensor(block_ids).unsqueeze(1) * block_size + offsets).flatten()
 
 
 def _first_head(total: int, heads: int, tensor_parallel_size: int) -> int:
-    """The first KV head of this worker, as vLLM's QKVParallelLinear deals them out.
+    """The first KV head of this worker, as vLLM's QKVParallelLinear distributes them.
 
-    With more workers than KV heads, neighbouring workers hold the same head.
+    With more workers than KV heads, adjacent workers hold the same head.
 
     Raises:
         SystemKVError: the file's heads are not this model's.
@@ -164,7 +152,7 @@ def _first_head(total: int, heads: int, tensor_parallel_size: int) -> int:
     return int(get_tensor_model_parallel_rank()) // replicas * heads
 
 
-def _check_shape(file: SystemKVFile, layer: Any, wanted: Any) -> None:
+def _check_shape(file: SystemKVFile, layer: Any, wanted: Layer) -> None:
     ours = (layer.impl.head_size, float(layer._k_scale_float), float(layer._v_scale_float))
     theirs = (wanted.head_size, wanted.k_scale, wanted.v_scale)
     if ours != theirs:
@@ -175,13 +163,12 @@ def _check_shape(file: SystemKVFile, layer: Any, wanted: Any) -> None:
 
 
 def _fingerprint() -> _Fingerprint:
-    """What changes when the weights of this worker's model are changed.
+    """A sample of this worker's weights: differs after new weights were loaded.
 
-    It tells a reset of the cache from a reset after new weights were loaded; it is sampled, and no
-    defence against intent. vLLM's CPU engine keeps the weights of most linear layers packed inside
-    a function, ``cpu_linear``, and their parameters empty; new weights come with a new function.
+    It is no defence against intent. vLLM's CPU engine packs the weights of most linear layers into
+    a function, ``cpu_linear``, and empties their parameters; new weights come with a new function.
     """
-    model = plugin.worker().model_runner.get_model()
+    model = compat.worker().model_runner.get_model()
     total = blake3.blake3()
     for parameter in model.parameters():
         flat = parameter.detach().flatten()

@@ -2,8 +2,8 @@
 
     python -m tests.unit.ops.fuzz_native --cases 10000 [--library build/sanitized.so] [--isa avx2]
 
-`python -m tests.unit.ops.sanitized OUT.so` builds the library with AddressSanitizer and UBSan; run then
-with their runtimes in LD_PRELOAD, as it prints. Any failure is printed with its seed.
+`python -m tests.unit.ops.sanitized OUT.so` builds the library with AddressSanitizer and UBSan and
+prints the environment that it needs. Failures are printed with their seeds.
 """
 
 import argparse
@@ -32,8 +32,7 @@ def _shape(rng: random.Random) -> tuple[int, int, int, torch.dtype]:
 
 
 def _strided(rng: random.Random, tokens: int, heads: int, size: int, dtype: torch.dtype, seed: int):
-    """[tokens, heads, size] in some order of memory, with gaps; in all of it that is not the
-    tensor lies NaN."""
+    """``[tokens, heads, size]`` in some order of memory, with gaps that hold NaN."""
     order = rng.choice([(0, 1, 2), (1, 0, 2), (1, 2, 0), (2, 1, 0)])
     shape = [(tokens, heads, size)[axis] for axis in order]
     whole = torch.full([n + rng.choice([0, 0, 1, 3]) for n in shape], torch.nan).to(dtype)
@@ -95,7 +94,7 @@ def check_fusion(rng: random.Random, seed: int) -> None:
 
 
 def check_step(rng: random.Random, seed: int) -> None:
-    """Groups, packed or in place, and contexts in one call, against attention to whole rows."""
+    """Groups, packed or in place, and contexts in one call, against each request's attention."""
     heads, kv_heads, size, dtype = _shape(rng)
     block = rng.choice([32, 64, 128])
     groups = [(rng.randint(1, 4), rng.randint(1, 4)) for _ in range(rng.randint(1, 3))]
@@ -161,7 +160,7 @@ CHECKS = (check_system, check_context, check_fusion, check_step)
 
 
 def run(cases: int, seed: int) -> list[str]:
-    """Check so many random calls; returns the failures."""
+    """Failures of `cases` random calls."""
     failures = []
     before = torch.get_num_threads()
     with providers.use("system", "native"), providers.use("context", "native"):
@@ -182,8 +181,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--library", help="in place of the installed one")
-    parser.add_argument("--isa", help="instruction set, the best where none is given")
+    parser.add_argument("--library", help="path; default: the installed one")
+    parser.add_argument("--isa", help="instruction set; default: the best")
     args = parser.parse_args()
     if args.library:
         library = native.Library(args.library)

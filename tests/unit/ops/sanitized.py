@@ -1,4 +1,4 @@
-"""The CPU kernels with AddressSanitizer and UBSan: ``python -m tests.unit.ops.sanitized OUT.so``."""
+"""The CPU kernels with AddressSanitizer and UBSan: `python -m tests.unit.ops.sanitized OUT.so`."""
 
 import os
 import runpy
@@ -13,27 +13,27 @@ FLAGS = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all
 
 
 def build(path: Path) -> None:
-    """Compile the library's sources for all instruction sets, as `setup.py` says."""
+    """Compile the library for all instruction sets, as `setup.py` does but with sanitizers."""
     with mock.patch("setuptools.setup"):
         setup = runpy.run_path(str(ROOT / "setup.py"))
     compiler = os.environ.get("CXX", "g++")
     common = [flag for flag in setup["COMMON"] if flag not in ("-O3", "-g0")]
-    sources = ROOT / setup["SOURCES"]
-    parts = [(sources / "relay.cpp", "relay", [])]
-    for name, flags in setup["INSTRUCTION_SETS"].items():
-        parts.append((sources / "kernels.cpp", name, [*flags, f"-DRELAY_ISA={name}"]))
+    sets = setup["instruction_sets"]()
+    listed = f"-DRELAY_ISAS={setup['table'](sets)}"
+    parts = [(source, [listed]) for source in sorted((ROOT / setup["SOURCES"]).glob("*.cpp"))]
+    parts += [(ROOT / setup["KERNELS"], [*isa.flags, f"-DRELAY_ISA={isa.name}"]) for isa in sets]
     objects, running = [], []
-    for source, name, flags in parts:
-        objects.append(str(path.with_suffix(f".{name}.o")))
+    for index, (source, flags) in enumerate(parts):
+        objects.append(str(path.with_suffix(f".{index}.o")))
         command = [compiler, *common, *FLAGS, *flags, "-fPIC", "-c", str(source), "-o", objects[-1]]
         running.append(subprocess.Popen(command))
-    if any(process.wait() for process in running):
+    if [process for process in running if process.wait()]:
         raise RuntimeError("the kernels do not compile with sanitizers")
     subprocess.run([compiler, *FLAGS, "-shared", "-o", str(path), *objects], check=True)
 
 
 def environment() -> dict[str, str]:
-    """What a process needs that loads the library into an ordinary Python."""
+    """Environment variables with which an ordinary Python loads the library."""
     compiler = os.environ.get("CXX", "g++")
     runtimes = [
         subprocess.run(

@@ -1,11 +1,10 @@
-"""The C++ kernels in csrc/: found, loaded with ctypes, and their structs (csrc/abi.h).
+"""The C++ CPU kernels of csrc/: the library, loaded with ctypes, and its structs (csrc/abi.h).
 
-They run on the OpenMP threads that PyTorch runs on, through the entry point of its own runtime, so
-there is no second pool, and the engine's binding of threads to cores holds.
+The kernels run on PyTorch's OpenMP threads, through its runtime's own entry point: there is no
+second pool, and the engine's binding of threads to cores holds.
 """
 
 import ctypes
-import importlib.util
 import logging
 import os
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_void_p
@@ -17,103 +16,77 @@ from torch import Tensor
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 ROWS, ACROSS, PANELS = range(3)
-# Tokens that panels are padded to, and that a block's size is a multiple of where it is packed.
+# Tokens: packed panels are padded to a multiple of it, and only KV blocks of a multiple are packed.
 PIECE = 32
 _ERRORS = {
-    1: (ValueError, "a block id lies outside the cache"),
+    1: (ValueError, "a block id lies outside the KV cache"),
     2: (MemoryError, "out of memory"),
 }
 _ISA = "VLLM_RELAY_CPU_ISA"
 _logger = logging.getLogger("vllm.relay")
 
 
-class Operand(Structure):
-    """Where one operand lies: ``relay_operand``."""
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
 
-    _fields_ = (
-        ("base", c_void_p),
-        ("stride", c_int64),
-        ("panel", c_int64),
-        ("head", c_int64),
-        ("block", c_int64),
-        ("kind", c_int64),
-    )
+
+class Operand(Structure):
+    """``relay_operand``: address and strides of keys or values."""
+
+    _fields_ = (("base", c_void_p), *_fields(c_int64, "stride panel head block kind"))
 
 
 class Layout(Structure):
-    """Keys and values: ``relay_layout``."""
+    """``relay_layout``: keys and values."""
 
-    _fields_ = (("k", Operand), ("v", Operand), ("block_tokens", c_int64), ("blocks", c_int64))
+    _fields_ = (*_fields(Operand, "k v"), *_fields(c_int64, "block_tokens blocks"))
 
 
-# ``relay_sequence``, adjacent queries and what they attend to, is a row of an int64 array with
-# these columns: arrays are filled faster than structs.
+# Columns of an int64 array ``[n, 7]`` whose rows are ``relay_sequence``: adjacent query tokens and
+# the keys that they attend to. An array is filled faster than structs.
 FIRST, QUERIES, KEYS, CAUSAL, PARTIAL, LAYOUT, TABLE = range(7)
 
 
 class Call(Structure):
-    """``relay_call``."""
+    """``relay_call``: attention of sequences, and fusion of their partials."""
 
     _fields_ = (
-        ("dtype", c_int64),
-        ("out_dtype", c_int64),
-        ("heads", c_int64),
-        ("kv_heads", c_int64),
-        ("head_size", c_int64),
-        ("tokens", c_int64),
-        ("partials", c_int64),
-        ("threads", c_int64),
+        *_fields(c_int64, "dtype out_dtype heads kv_heads head_size tokens partials threads"),
         ("scale", c_double),
         ("q", c_void_p),
-        ("q_token", c_int64),
-        ("q_head", c_int64),
-        ("places", c_void_p),
-        ("out", c_void_p),
-        ("out_partial", c_int64),
-        ("out_token", c_int64),
-        ("out_head", c_int64),
+        *_fields(c_int64, "q_token q_head"),
+        *_fields(c_void_p, "places out"),
+        *_fields(c_int64, "out_partial out_token out_head"),
         ("lse", c_void_p),
-        ("lse_partial", c_int64),
-        ("lse_head", c_int64),
-        ("lse_token", c_int64),
+        *_fields(c_int64, "lse_partial lse_head lse_token"),
         ("layouts", POINTER(Layout)),
         ("sequences", c_void_p),
-        ("num_layouts", c_int64),
-        ("num_sequences", c_int64),
+        *_fields(c_int64, "num_layouts num_sequences"),
         ("fused", c_void_p),
-        ("fused_token", c_int64),
-        ("fused_head", c_int64),
+        *_fields(c_int64, "fused_token fused_head"),
         ("parallel", c_void_p),
     )
 
 
 class FuseCall(Structure):
-    """``relay_fuse_call``."""
+    """``relay_fuse_call``: relay fusion alone."""
 
     _fields_ = (
-        ("dtype", c_int64),
-        ("fused_dtype", c_int64),
-        ("tokens", c_int64),
-        ("heads", c_int64),
-        ("head_size", c_int64),
-        ("partials", c_int64),
-        ("threads", c_int64),
-        ("outs", POINTER(c_void_p)),
-        ("lses", POINTER(c_void_p)),
-        ("out_token", POINTER(c_int64)),
-        ("out_head", POINTER(c_int64)),
-        ("lse_token", POINTER(c_int64)),
-        ("lse_head", POINTER(c_int64)),
-        ("places", c_void_p),
-        ("fused", c_void_p),
-        ("fused_token", c_int64),
-        ("fused_head", c_int64),
+        *_fields(c_int64, "dtype fused_dtype tokens heads head_size partials threads"),
+        *_fields(POINTER(c_void_p), "outs lses"),
+        *_fields(POINTER(c_int64), "out_token out_head lse_token lse_head"),
+        *_fields(c_void_p, "places fused"),
+        *_fields(c_int64, "fused_token fused_head"),
         ("parallel", c_void_p),
     )
 
 
 class Library:
-    """The loaded library; OSError or AttributeError where it does not fit this module."""
+    """The loaded library.
+
+    Raises:
+        OSError, AttributeError: the file is no library, or one of other sources.
+    """
 
     def __init__(self, path: str) -> None:
         functions = ctypes.CDLL(path)
@@ -139,31 +112,37 @@ class Library:
 
     @property
     def isas(self) -> list[str]:
-        """Instruction sets that were compiled and that this machine has, best first."""
+        """Instruction sets that the library and this machine have, best first."""
         return str(self._functions.relay_isas().decode()).split()
 
     @property
     def isa(self) -> str:
-        """The one in use."""
+        """The instruction set in use."""
         return str(self._functions.relay_isa().decode())
 
     def use_isa(self, name: str) -> None:
-        """Use another one; what was packed before is of no use then.
+        """Use another instruction set; segments packed before cannot be read then.
 
         Raises:
-            ValueError: it was not compiled, or the machine lacks it.
+            ValueError: the library or the machine lacks it.
         """
         if not self._functions.relay_use_isa(name.encode()):
-            raise ValueError(f"{name!r} is no instruction set here; there are {self.isas}")
+            raise ValueError(f"no instruction set {name!r}, only {', '.join(self.isas)}")
 
     def attend(self, call: Call) -> None:
+        """Attend to every sequence of the call and, if it says so, fuse their partials.
+
+        Raises:
+            ValueError: a block id lies outside the KV cache.
+        """
         self._check(self._functions.relay_attend(call))
 
     def fuse(self, call: FuseCall) -> None:
+        """Fuse partials by their LSE."""
         self._check(self._functions.relay_fuse(call))
 
     def packed(self, dtype: int, head_size: int, tokens: int) -> tuple[Layout, int]:
-        """The layout of packed keys and values, and the bytes of each of the two per KV head."""
+        """Strides of packed keys and values, and the bytes of each of the two per KV head."""
         layout = Layout()
         return layout, int(self._functions.relay_packed(dtype, head_size, tokens, layout))
 
@@ -176,7 +155,11 @@ class Library:
         sequence: int,
         target: Layout,
     ) -> None:
-        """Pack what a sequence, at this address, attends to."""
+        """Pack the keys and values of the ``relay_sequence`` at address `sequence`.
+
+        Raises:
+            ValueError: a block id lies outside the KV cache.
+        """
         self._check(
             self._functions.relay_pack(
                 *(dtype, head_size, kv_heads, source, sequence, target),
@@ -192,12 +175,12 @@ class Library:
 
 
 def _openmp() -> int | None:
-    """Address of GOMP_parallel in the runtime that torch uses; GNU's, LLVM's and Intel's have it.
+    """Address of GOMP_parallel in torch's OpenMP runtime, be it GNU's, LLVM's or Intel's.
 
-    None: there is none, and the kernels use one thread.
+    None if there is no such runtime: the kernels then use one thread.
     """
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    # As torch's own calls are resolved: first what is preloaded, then what torch was linked with.
+    # The order in which torch's own calls are resolved: preloaded libraries, then linked ones.
     for place in (None, str(library)):
         try:
             return ctypes.cast(ctypes.CDLL(place).GOMP_parallel, c_void_p).value
@@ -208,20 +191,22 @@ def _openmp() -> int | None:
 
 @cache
 def library() -> Library | str:
-    """The kernels, or why they cannot be used, which is also said, once."""
+    """The kernels, or the reason why there are none, which is also logged, once.
+
+    Raises:
+        ValueError: VLLM_RELAY_CPU_ISA names an instruction set that the machine or library lacks.
+    """
     wanted = os.environ.get(_ISA)
     if wanted == "none":
         return f"{_ISA}=none"
-    spec = importlib.util.find_spec("vllm_relay.ops.native._kernels")
-    reason = "vllm-relay was installed without them: no C++ compiler"
+    path = Path(__file__).with_name("_kernels.so")
     try:
-        if spec is not None and spec.origin is not None:
-            found, reason = Library(spec.origin), ""
+        if not path.exists():
+            raise OSError("vllm-relay was installed without them (no C++ compiler)")
+        found = Library(str(path))
     except (OSError, AttributeError) as error:
-        reason = str(error)
-    if reason:
-        _logger.warning("relay: PyTorch's CPU kernels are used, not our own: %s", reason)
-        return reason
+        _logger.warning("relay: no CPU kernels, every step is vLLM's own: %s", error)
+        return str(error)
     if wanted:
         try:
             found.use_isa(wanted)
@@ -231,7 +216,11 @@ def library() -> Library | str:
 
 
 def loaded() -> Library:
-    """The kernels; ValueError says why they cannot be used."""
+    """The kernels.
+
+    Raises:
+        ValueError: there are none; the message has the reason.
+    """
     found = library()
     if isinstance(found, str):
         raise ValueError(found)
@@ -239,7 +228,7 @@ def loaded() -> Library:
 
 
 def unusable(dtype: torch.dtype, head_size: int) -> str | None:
-    """Why the kernels cannot compute attention of these, or None."""
+    """The reason why the kernels cannot compute attention of these, or None."""
     found = library()
     if isinstance(found, str):
         return found
@@ -251,17 +240,17 @@ def unusable(dtype: torch.dtype, head_size: int) -> str | None:
 
 
 def packs_pairs_of_16(dtype: torch.dtype) -> bool:
-    """Whether packed panels are of 16 columns and pairs of steps."""
+    """True if packed panels have 16 columns and pairs of steps, as the engine's AMX blocks do."""
     layout, _ = loaded().packed(DTYPES[dtype], 16, PIECE)
     return layout.k.stride == 32
 
 
 def operand(x: Tensor, tokens: int, channels: int, heads: int, blocks: int | None) -> Operand:
-    """Where keys lie, as the kernels see them; values have ROWS and ACROSS the other way round.
+    """Address and strides of keys; for values ROWS and ACROSS are the other way round.
 
     Args:
-        x: keys or values. tokens, channels, heads, blocks: which dims of x these are; tokens or
-            channels are adjacent in memory.
+        x: keys or values, tokens or channels adjacent in memory.
+        tokens, channels, heads, blocks: the dims of x; blocks is None if x is not paged.
     """
     strides = x.stride()
     adjacent = strides[channels] == 1
@@ -275,7 +264,7 @@ def operand(x: Tensor, tokens: int, channels: int, heads: int, blocks: int | Non
 
 
 def layout_of(k: Tensor, v: Tensor, paged: bool) -> Layout:
-    """Of keys and values ``[S, Hkv, D]``, or, paged, ``[num_blocks, block_size, Hkv, D]``."""
+    """Layout of keys and values ``[S, Hkv, D]`` or, paged, ``[num_blocks, block_size, Hkv, D]``."""
     dims = (1, 3, 2, 0) if paged else (0, 2, 1, None)
     keys, values = operand(k, *dims), operand(v, *dims)
     values.kind = ROWS if values.kind == ACROSS else ACROSS
@@ -283,5 +272,5 @@ def layout_of(k: Tensor, v: Tensor, paged: bool) -> Layout:
 
 
 def readable(x: Tensor, tokens: int) -> bool:
-    """Whether the kernels can read keys or values: tokens (that dim) or channels are adjacent."""
+    """True if tokens (this dim of x) or channels (the last) are adjacent, as the kernels need."""
     return x.stride(-1) == 1 or x.stride(tokens) == 1

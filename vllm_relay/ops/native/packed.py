@@ -1,4 +1,4 @@
-"""A segment's keys and values in the order that the CPU kernels multiply them in, packed once."""
+"""Packed segments: keys and values in the order in which the CPU kernels multiply them."""
 
 import numpy as np
 import torch
@@ -9,15 +9,17 @@ from vllm_relay.ops.native import library as native
 
 
 class PackedSegment:
-    """Keys and values of one segment of one layer; good for the instruction set in use.
+    """Packed keys and values of one segment of one layer, for the instruction set in use.
 
     Args:
-        source: where they lie. kv_heads, head_size, dtype: of the layer.
-        tokens: of the segment. table: int32, its blocks, where source is paged.
+        source: layout of the keys and values to copy.
+        kv_heads, head_size, dtype: of the layer.
+        tokens: of the segment.
+        table: int32 ``[ceil(tokens / block_tokens)]``, the segment's block ids if source is paged.
 
     Raises:
-        ValueError: the kernels are not there, a block id lies outside the cache, or blocks whose
-            size is no multiple of `native.PIECE`.
+        ValueError: there are no kernels, a block id lies outside the KV cache, or the block size
+            is no multiple of `native.PIECE`.
     """
 
     def __init__(
@@ -50,12 +52,12 @@ class PackedSegment:
         return self._memory.numel()
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Keys and values, uint8 ``[Hkv, bytes]``: those of the first tokens come first."""
+        """Keys and values, uint8 ``[Hkv, bytes]``, in the order of tokens."""
         keys, values = self._memory.view(2, self._kv_heads, -1)
         return keys, values
 
     def from_token(self, token: int) -> native.Layout:
-        """Where it lies from a token on, a multiple of `native.PIECE`."""
+        """Layout of the segment from this token on, a multiple of `native.PIECE`."""
         layout = native.Layout.from_buffer_copy(self.layout)
         layout.k.base += token * self._bytes_per_token
         layout.v.base += token * self._bytes_per_token

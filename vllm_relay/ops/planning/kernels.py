@@ -15,7 +15,7 @@ Who groups with whom, per level:
 4. *settle*: rows that reach that depth are its members. They are laid out.
 
 How close this comes to the best choice, which `sharing.find_forest` makes, in random batches of
-tenants and documents is held by a test in tests/unit/ops/interpreted_plan.py.
+tenants and documents is held by a test in tests/triton/interpreted/test_plan.py.
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,1 @@
+"""Shared parts of the suites: engines, interleaved rounds, environment, result CSVs."""

@@ -1,0 +1,74 @@
+"""Result CSVs: written with provenance, never overwritten, read with types."""
+
+import csv
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.harness.environment import RESULTS, ROOT
+from vllm_relay.serving.provenance import provenance
+
+Row = dict[str, Any]
+# Text columns, even where a cell looks like a number.
+TEXT = ("date", "revision", "command", "vllm", "torch", "vllm_relay", "python")
+# Outputs of benchmarks: they do not make a revision dirty.
+GENERATED = ("benchmarks/REPORT.md", "benchmarks/results")
+
+
+def source() -> dict[str, str]:
+    """Provenance columns of this run, see `provenance`."""
+    return provenance(ROOT, GENERATED)
+
+
+def read(path: Path, text: Sequence[str] = TEXT) -> list[Row]:
+    """Rows of a CSV; cells outside text columns become numbers where they look like one."""
+
+    def value(name: str, cell: str) -> Any:
+        for kind in () if name in text else (int, float):
+            try:
+                return kind(cell)
+            except ValueError:
+                continue
+        return cell
+
+    with path.open(newline="") as file:
+        return [
+            {name: value(name, cell) for name, cell in row.items()} for row in csv.DictReader(file)
+        ]
+
+
+def write_csv(path: Path, rows: Sequence[Row], columns: dict[str, str]) -> Path:
+    """Writes rows, each with these columns added, to a new file; returns its path.
+
+    `results/demo.csv` becomes `results/demo-20260131-120000.csv`: no measurement is overwritten.
+
+    Raises:
+        ValueError: there are no rows.
+    """
+    if not rows:
+        raise ValueError("rows is empty: nothing was measured")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = list(dict.fromkeys(key for row in rows for key in (*row, *columns)))
+    stem = f"{path.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    attempt = 1
+    while True:
+        name = f"{stem}{'' if attempt == 1 else f'-{attempt}'}{path.suffix}"
+        try:
+            with (path.parent / name).open("x", newline="") as file:
+                writer = csv.DictWriter(file, names, restval="")
+                writer.writeheader()
+                writer.writerows({**row, **columns} for row in rows)
+        except FileExistsError:
+            attempt += 1
+            continue
+        return path.parent / name
+
+
+def save(console: Console, name: str, rows: Sequence[Row], **columns: str) -> Path:
+    """Writes a CSV with provenance to benchmarks/results; returns its path."""
+    path = write_csv(RESULTS / f"{name}.csv", rows, source() | columns)
+    console.print(f"wrote {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
+    return path

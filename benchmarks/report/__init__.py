@@ -1,0 +1,1 @@
+"""REPORT.md: sections, tables and figures from the CSVs in results/."""

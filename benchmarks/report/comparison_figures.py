@@ -1,0 +1,258 @@
+"""Figures, tables and speed-ups of the suites that compare systems."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.harness import latin_square
+from benchmarks.harness.result_csv import Row
+from benchmarks.report.figure_style import (
+    COLOURS,
+    axes_of,
+    bars,
+    by_system,
+    finish,
+    label,
+    lines,
+    medians,
+    spread,
+)
+from benchmarks.report.markdown import Ratio, kind_of, shown, table
+from vllm_relay.serving import gains
+from vllm_relay.serving.systems import SYSTEMS
+
+# Columns of `latin_square.Measured.rows`, which follow those of the case.
+MEASURED = "system"
+
+
+def case_ratios(rows: list[Row]) -> list[Ratio]:
+    """Speed-ups in rows of `latin_square.Measured.rows`."""
+    return [
+        Ratio(
+            ", ".join(
+                f"{name.replace('_', ' ')} {shown(row[name])}"
+                for name in list(row)[: list(row).index(MEASURED)]
+            ),
+            kind_of(row),
+            label(row["system"]),
+            row["times_as_fast_as_stock"],
+            row["times_min"],
+            row["times_max"],
+        )
+        for row in rows
+        if SYSTEMS[row["system"]].relay
+    ]
+
+
+def cases_table(rows: Sequence[Row], columns: Sequence[str]) -> str:
+    """Markdown table of rows of `latin_square.Measured.rows`."""
+    right = ["right"] if any(row.get("right") not in (None, "") for row in rows) else []
+    return table(
+        [*(x.replace("_", " ") for x in columns), *latin_square.HEADINGS, *right],
+        (
+            [
+                *(shown(row[x]) for x in columns),
+                *latin_square.cells(row),
+                *(f"{row[x]} of {row['questions']}" for x in right),
+            ]
+            for row in rows
+        ),
+    )
+
+
+def throughput(rows: list[Row], path: Path) -> str:
+    plain = [row for row in rows if row["lengths"] == "conversations"]
+    bars(
+        plain, "prefix_tokens", path,
+        f"{plain[0]['requests']} requests at once, lengths of conversations",
+        "tokens of the system prompt",
+    )  # fmt: skip
+    return cases_table(rows, ("prefix_tokens", "lengths"))
+
+
+def fewshot(rows: list[Row], path: Path) -> str:
+    lines(
+        rows, "examples", path,
+        f"{rows[0]['subjects']} subjects x {rows[0]['questions']} questions, caches empty",
+        "examples before each question",
+    )  # fmt: skip
+    return cases_table(rows, ("examples", "shared_tokens"))
+
+
+def needles(rows: list[Row], path: Path) -> str:
+    lines(
+        rows, "questions", path,
+        f"Questions about one document of {rows[0]['document_tokens']:,} tokens",
+        "questions at once",
+    )  # fmt: skip
+    return cases_table(rows, ("questions",))
+
+
+def tree(rows: list[Row], path: Path) -> str:
+    row = rows[0]
+    bars(
+        rows, "problem_tokens", path,
+        f"{row['examples_tokens']:,} tokens for all, {row['problems']} problems, "
+        f"{row['samples']} samples of each",
+        "tokens of each problem",
+    )  # fmt: skip
+    return cases_table(rows, ("problem_tokens",))
+
+
+def serving(rows: list[Row], path: Path) -> str:
+    row = rows[0]
+    title = f"{row['dataset']}: a prefix of {row['prefix_tokens']:,} tokens"
+    what = "latency per token, s (mean; min to max)"
+    swept = [x for x in rows if not math.isinf(x["rate"])]
+    figure, axes = axes_of(title, "requests per second (Poisson)" if swept else "", what)
+    for place, (key, mine) in enumerate(by_system(swept or rows).items()):
+        rates = sorted({row["rate"] for row in mine})
+        of = [[row["normalized_s"] for row in mine if row["rate"] == rate] for rate in rates]
+        middle, bounds = medians(of)
+        style = {"capsize": 3, "label": label(key), "color": COLOURS[key]}
+        if swept:
+            axes.errorbar(rates, middle, bounds, marker="o", **style)
+        else:  # all at once
+            axes.bar([place], middle, yerr=bounds, **style)
+            axes.set_xticks([])
+    if swept:
+        axes.set_xticks(sorted({row["rate"] for row in swept}))
+        axes.axhline(row["bound_s"], color="0.8", linewidth=0.8, zorder=0)
+    finish(figure, axes, path, log=bool(swept))
+    text = table(gains.HEADINGS, map(gains.cells, gains.summary(rows)))
+    text += (
+        f"\n{gains.legend(rows)} Systems that miss the bound twofold are skipped at higher rates.\n"
+    )
+    held = [f"- {line}" for line in gains.held_lines(rows, row["bound_s"])]
+    if held:
+        seconds = statistics.median(row["requests"] / row["rate"] for row in swept)
+        text += (
+            f"\nHighest rate of the sweep, each held for about {seconds:.0f} s, with the latency per "
+            "token\n\n"
+        )
+    return text + "\n".join([*held, ""])
+
+
+def serving_ratios(rows: list[Row]) -> list[Ratio]:
+    return [
+        Ratio(
+            "all at once" if math.isinf(gain["rate"]) else f"{gain['rate']:g} requests/s",
+            "",
+            label(gain["system"]),
+            gain["times_latency"],
+            gain["times_latency_min"],
+            gain["times_latency_max"],
+        )
+        for gain in gains.summary(rows)
+        if SYSTEMS[gain["system"]].relay
+    ]
+
+
+def decode(rows: list[Row], path: Path) -> str:
+    """Step time by prefix length, with the ceilings."""
+    usual = (rows[0]["requests"], rows[0]["own_tokens"])
+    swept = [row for row in rows if (row["requests"], row["own_tokens"]) == usual]
+    swept.sort(key=lambda row: row["shared_tokens"])
+    lengths = [row["shared_tokens"] for row in swept]
+    row = swept[0]
+    figure, axes = axes_of(
+        f"{row['requests']} requests with {row['own_tokens']} tokens each, {row['layers']} layers, "
+        f"{row['query_heads']}/{row['kv_heads']} heads of {row['head_size']}",
+        "tokens of the shared prefix",
+        "milliseconds per decode step (median; min to max)",
+    )
+    for key in ("stock", "relay"):
+        name = f"{key}_step_ms"
+        axes.errorbar(
+            lengths,
+            [row[name] for row in swept],
+            spread(swept, name, f"{name}_min", f"{name}_max"),
+            marker="o",
+            capsize=3,
+            label=label(key),
+            color=COLOURS[key],
+        )
+    bare = [row["no_attention_step_ms"] for row in swept]
+    axes.plot(lengths, bare, color="0.6", linestyle="--", label=label("no-attention"))
+    least = [x["no_attention_step_ms"] + x["prefix_ms_at_gemm_rate"] for x in swept]
+    axes.plot(
+        lengths, least, color="black", linestyle=":",
+        label="no attention + prefix at matrix-product rate",
+    )  # fmt: skip
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    finish(figure, axes, path)
+    return table(
+        ["requests", "shared tokens", "own tokens", "vLLM, tokens/s", "relay, tokens/s",
+         "no attention, tokens/s", "times vLLM", "least to most", "steps relayed", "logprob rms"],
+        (
+            [
+                row["requests"],
+                f"{row['shared_tokens']:,}",
+                f"{row['own_tokens']:,}",
+                f"{row['stock_tok_s']:,.1f}",
+                f"{row['relay_tok_s']:,.1f}",
+                f"{row['no_attention_tok_s']:,.1f}",
+                f"{row['ratio']:.2f}",
+                f"{row['ratio_min']:.2f} to {row['ratio_max']:.2f}",
+                row["steps_relayed"],
+                f"{row['logprob_rms']:.4f}",
+            ]
+            for row in rows
+        ),
+    )  # fmt: skip
+
+
+def decode_ratios(rows: list[Row]) -> list[Ratio]:
+    return [
+        Ratio(
+            f"requests {row['requests']}, shared tokens {row['shared_tokens']:,}, own tokens "
+            f"{row['own_tokens']:,}",
+            kind_of(row),
+            "relay",
+            row["ratio"],
+            row["ratio_min"],
+            row["ratio_max"],
+        )
+        for row in rows
+    ]
+
+
+def system_kv(rows: list[Row], path: Path) -> str:
+    """Time to first token with and without a file, and the rate of loading it."""
+    timed = [row for row in rows if row["ttft_s"] != ""]
+    cases = list(dict.fromkeys(row["what"] for row in timed))
+    of = {
+        (what, file): [r["ttft_s"] for r in timed if (r["what"], r["file"]) == (what, file)]
+        for what in cases
+        for file in ("without", "with")
+    }
+    tokens = timed[0]["tokens"]
+    figure, axes = axes_of(
+        f"A system prompt of {tokens:,} tokens",
+        "",
+        "time to first token, s (median; min to max)",
+    )
+    for place, file in enumerate(("without", "with")):
+        middle, bounds = medians([of[what, file] for what in cases])
+        places = [i + 0.4 * place - 0.2 for i in range(len(cases))]
+        axes.bar(places, middle, 0.4, yerr=bounds, capsize=3, label=f"{file} the file")
+    axes.set_xticks(range(len(cases)), cases)
+    finish(figure, axes, path)
+    text = table(
+        ["time to first token", "without the file", "with it", "ratio"],
+        (
+            [what, f"{without:.2f} s", f"{with_it:.2f} s", f"{with_it / without:.3f}"]
+            for what in cases
+            for without, with_it in [[statistics.median(of[what, x]) for x in ("without", "with")]]
+        ),
+    )
+    loads = [row for row in rows if row["gb_per_s"] != ""]
+    return f"{text}\n" + table(
+        ["a file on one core", "MB", "GB/s"],
+        (
+            [what, f"{mine[0]['mb']:,.0f}", f"{statistics.median(r['gb_per_s'] for r in mine):.1f}"]
+            for what in dict.fromkeys(row["what"] for row in loads)
+            for mine in [[row for row in loads if row["what"] == what]]
+        ),
+    )

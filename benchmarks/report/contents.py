@@ -1,0 +1,112 @@
+"""Sections of the report: titles, introductions, and the functions that draw them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.harness.result_csv import Row
+from benchmarks.report import attention_figures, comparison_figures
+from benchmarks.report.markdown import Ratio
+
+
+@dataclass(frozen=True)
+class Section:
+    """Section of the report.
+
+    Attributes:
+        name: of the suite's CSVs. suffix: of the figure's file name. text: introduction.
+        draw: writes the figure, returns the Markdown table. ratios: speed-ups in the rows.
+        of: selects the section's rows; without any there is no section.
+    """
+
+    name: str
+    title: str
+    text: str
+    draw: Callable[[list[Row], Path], str]
+    ratios: Callable[[list[Row]], list[Ratio]]
+    suffix: str = ""
+    of: Callable[[Row], bool] = lambda row: True
+
+
+SECTIONS = (
+    Section(
+        "serving", "Interactive serving",
+        "Chats under one system prompt: real servers side by side, `vllm bench serve` as the "
+        "client. Latency per token is the RelayAttention paper's normalized latency. At lower "
+        "rates fewer requests run at once, so there is less to share.",
+        comparison_figures.serving, comparison_figures.serving_ratios,
+    ),
+    Section(
+        "serving-prefix_repetition", "Interactive serving of repeated prefixes",
+        "The client's `prefix_repetition` dataset. Prefixes are new in every round: the times "
+        "include their prefill.",
+        comparison_figures.serving, comparison_figures.serving_ratios,
+    ),
+    Section(
+        "serving-random", "Interactive serving of random prompts",
+        "The client's `random` dataset with a prefix, new in every round.",
+        comparison_figures.serving, comparison_figures.serving_ratios,
+    ),
+    Section(
+        "system-kv", "Starting with the system prompt in the cache",
+        "`vllm serve` with relay, started with a KV file of the system prompt and without one: the "
+        "first request after a start, and one more after other prompts have evicted the KV cache. "
+        "`make bench` does not measure it.",
+        comparison_figures.system_kv, lambda rows: [],
+    ),
+    Section(
+        "throughput", "Non-interactive throughput",
+        "All requests at once, by length of the system prompt. The cost model decides which steps "
+        "are relayed. Without relayed steps relay runs vLLM's own attention, and the ratio is "
+        "measurement noise.",
+        comparison_figures.throughput, comparison_figures.case_ratios,
+    ),
+    Section(
+        "fewshot", "Few-shot prompts of many subjects",
+        "Table 3 of the RelayAttention paper in shape: the questions on a subject share its "
+        "examples. Prefix caches are emptied before every round. KV files of the shared prefixes "
+        "are built beforehand, outside the timing; without examples they are too short to use.",
+        comparison_figures.fewshot, comparison_figures.case_ratios,
+    ),
+    Section(
+        "needles", "Questions about one document",
+        "Hydragen's document task: facts are planted in a text, and each request completes a "
+        "sentence with one of them. `right` counts the answers that name the word. The engine "
+        "without attention answers none; its time is the lower bound for any attention kernel.",
+        comparison_figures.needles, comparison_figures.case_ratios,
+    ),
+    Section(
+        "tree", "One level of sharing and two",
+        "Examples shared by all, problems by some, several samples of each problem. Where ranges "
+        "overlap, two levels are indistinguishable from one.",
+        comparison_figures.tree, comparison_figures.case_ratios,
+    ),
+    Section(
+        "decode", "Decode steps",
+        "Engines interleaved. The two lower lines are ceilings: an engine that skips attention, "
+        "and the same plus the prefix at the rate of a matrix product; the distance from relay to "
+        "them is what is left to gain. Steps with nothing shared run vLLM's own attention. "
+        "Relayed steps attend to contexts with relay's kernel, which is faster than vLLM's: with "
+        "short prefixes or long contexts it is part of the speed-up (see the next two sections).",
+        comparison_figures.decode, comparison_figures.decode_ratios, "",
+        lambda row: "no_attention_step_ms" in row,
+    ),
+    Section(
+        "attention", "Attention of a whole step, and the theory",
+        "vLLM's attention and relay's on the same step, always relayed, with caches flushed before "
+        "every call or warm from the previous one; the prefix is packed beforehand. With short "
+        "prefixes part of the speed-up comes from relay's faster kernels. `by sharing` is against "
+        "relay's own kernels with nothing shared, which is what eq. 10 of the RelayAttention paper "
+        "predicts. Eq. 10 counts memory reads alone; where arithmetic dominates, as with long "
+        "prefixes on a CPU, the speed-up is smaller.",
+        attention_figures.theory, attention_figures.theory_ratios, "-theory",
+        lambda row: row.get("part") == "step" and "unshared_ms" in row,
+    ),
+    Section(
+        "attention", "Attention of one layer",
+        "Kernels beside the ceilings of the machine, on one thread: one prefix for all requests, "
+        "or a context of its own for each.",
+        attention_figures.kernels,
+        lambda rows: [], "", lambda row: row.get("part") != "step" and "ms_min" in row,
+    ),
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""Benchmarks that a person runs, and the worker extensions they load into engines."""

@@ -1,0 +1,165 @@
+"""Worker extension of `bench_attention.py`: times kernels on the engine's KV cache."""
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.harness.roofline import gemm_rate, read_rate
+from vllm_relay.calibration import kernels
+from vllm_relay.calibration.probe import Probe, Shape
+from vllm_relay.ops.native import library as native
+from vllm_relay.sharing import reads
+
+Call = Callable[[], torch.Tensor]
+
+
+class AttentionWorker:
+    """vLLM's ``worker_extension_cls``."""
+
+    def measure_ceilings(self) -> dict[str, Any]:
+        return {
+            "threads": torch.get_num_threads(),
+            "gemm_gflop_s": gemm_rate() / 1e9,
+            "read_gb_s": read_rate() / 1e9,
+            "instructions": native.loaded().isa,
+        }
+
+    def measure_prefix(self, rows: int, tokens: int, rounds: int) -> dict[str, Any]:
+        """Seconds and error of every way to attend to a prefix of all rows."""
+        with torch.inference_mode():
+            probe = self._probed()
+            # Attended to in full by rows that have nothing else.
+            common = probe.step(Shape(rows, tokens, 0))
+            table = common.block_table_tensor[0].numpy()
+            query = probe.query(common)
+            return _measured(
+                {
+                    "vLLM, row by row": probe.stock(common),
+                    "PyTorch's flash kernel": _torch_flash(probe, query, table),
+                    "ours, blocks in place": _first(kernels.system(probe, query, table)),
+                    "ours, packed": _first(kernels.system(probe, query, table, packed=True)),
+                },
+                probe,
+                _exact(probe, query, table[None].repeat(rows, 0), np.full(rows, tokens), 1),
+                rounds,
+            )
+
+    def measure_contexts(self, lens: list[int], queries: int, rounds: int) -> dict[str, Any]:
+        """Seconds and error of vLLM's kernel and of ours, rows of these lengths."""
+        with torch.inference_mode():
+            probe = self._probed()
+            rows, longest = len(lens), max(lens)
+            common = probe.step(Shape(rows, 0, longest, queries, 0))
+            given = np.array(lens, dtype=np.int32)
+            common = common.replace(seq_lens=torch.from_numpy(given))
+            tables, query = common.block_table_tensor.numpy(), probe.query(common)
+            ways = {"vLLM": probe.stock(common), "ours": kernels.context(probe, common)}
+            return _measured(ways, probe, _exact(probe, query, tables, given, queries), rounds)
+
+    def measure_speed_up(self, rows: int, prefix: int, own: int, rounds: int) -> dict[str, Any]:
+        """Seconds of vLLM's attention and of relay's on whole steps, with caches cold and warm.
+
+        And of relay's kernels on the same step if nothing were shared: the rest is what sharing
+        brings.
+        """
+        with torch.inference_mode():
+            probe = self._probed()
+            common = probe.step(Shape(rows, prefix, own))
+            relay, relayed = probe.relay(common, reads())
+            if not relayed:
+                raise ValueError(f"{prefix} tokens are no KV block of {probe.block}")
+            alone = kernels.context(probe, common)
+            ways = {"vLLM": probe.stock(common), "relay": relay, "alone": alone}
+            tables, lens = common.block_table_tensor.numpy(), common.seq_lens.numpy()
+            exact = _exact(probe, probe.query(common), tables, lens, 1)
+            errors = _errors(ways, probe, exact)
+            times = {
+                caches: probe.rounds(list(ways.values()), rounds, cold=caches == "flushed")
+                for caches in ("flushed", "warm")
+            }
+        return {"rms_error": errors, "seconds": times}
+
+    def _probed(self) -> Probe:
+        if not hasattr(self, "_probe"):
+            self._probe = Probe(self)
+        return self._probe
+
+
+def _torch_flash(probe: Probe, query: torch.Tensor, table: np.ndarray) -> Call:
+    """PyTorch's CPU flash attention over the segment, copied to dense keys and values before."""
+    impl = probe.impl
+    shape = (impl.num_kv_heads, len(table) * probe.block, impl.head_size)
+    segments = {}
+    for layer in probe.layers:
+        cache = probe.cache(layer)
+        keys, values = cache.new_empty(shape), cache.new_empty(shape)
+        layer.impl._layout.copy_rows(cache, table.tolist(), keys, values)
+        segments[layer.layer_name] = keys[None], values[None]
+    # The query heads of one KV head are rows of one product: K and V are read once per KV head.
+    rows = query.transpose(0, 1).reshape(1, impl.num_kv_heads, -1, impl.head_size)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+    def call() -> torch.Tensor:
+        keys, values = segments[probe.next_layer().layer_name]
+        out = flash(rows, keys, values, scale=impl.scale)[0]
+        return out.reshape(impl.num_heads, len(query), impl.head_size).transpose(0, 1)
+
+    return call
+
+
+def _first(call: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> Call:
+    """The output alone."""
+    return lambda: call()[0]
+
+
+def _measured(
+    ways: dict[str, Call], probe: Probe, exact: torch.Tensor, rounds: int
+) -> dict[str, Any]:
+    errors = _errors(ways, probe, exact)
+    times = probe.rounds(list(ways.values()), rounds)
+    return {
+        name: {
+            "seconds": statistics.median(taken),
+            "least": min(taken),
+            "most": max(taken),
+            "rms_error": errors[name],
+        }
+        for name, taken in zip(ways, times, strict=True)
+    }
+
+
+def _errors(ways: dict[str, Call], probe: Probe, exact: torch.Tensor) -> dict[str, float]:
+    """Root mean square, of the first layer's output."""
+    errors = {}
+    for name, call in ways.items():
+        probe.rewind()
+        errors[name] = float((call().float() - exact).square().mean().sqrt())
+    return errors
+
+
+def _exact(
+    probe: Probe, query: torch.Tensor, tables: np.ndarray, lens: np.ndarray, queries: int
+) -> torch.Tensor:
+    """Attention of the first layer in float32, ``[T, Hq, D]``."""
+    layer, impl = probe.layers[1 % len(probe.layers)], probe.impl
+    cache, share = probe.cache(layer), impl.num_heads // impl.num_kv_heads
+    outs = []
+    before: tuple[bytes, torch.Tensor, torch.Tensor] | None = None
+    for row, length in enumerate(lens.tolist()):
+        ids = tables[row, : -(-length // probe.block)]
+        if before is None or before[0] != ids.tobytes():
+            shape = (impl.num_kv_heads, len(ids) * probe.block, impl.head_size)
+            k, v = cache.new_empty(shape), cache.new_empty(shape)
+            layer.impl._layout.copy_rows(cache, ids.tolist(), k, v)
+            k, v = (x.float().repeat_interleave(share, 0) for x in (k, v))
+            before = (ids.tobytes(), k, v)
+        _, k, v = before
+        mine = query[row * queries : (row + 1) * queries].transpose(0, 1).float()
+        scores = mine @ k[:, :length].transpose(1, 2) * impl.scale
+        hidden = torch.ones(queries, length, dtype=torch.bool).triu(length - queries + 1)
+        weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+        outs.append((weights @ v[:, :length]).transpose(0, 1))
+    return torch.cat(outs)

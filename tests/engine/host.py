@@ -1,0 +1,54 @@
+"""Runs scripts in forked children of a process that has imported vLLM: only the first waits for it.
+
+    python -m tests.engine.host
+
+One run per line of stdin, as JSON: ``script`` (a path), ``argv``, ``cwd``, ``env`` (all of it) and
+``log``, the file that gets both output channels. One line of stdout per run: its exit status.
+"""
+
+import json
+import os
+import runpy
+import signal
+import sys
+from typing import Any
+
+TIMEOUT_S = 900
+
+
+def preload() -> None:
+    """Import what is vLLM's and expensive. Our package is left to each run."""
+    import vllm
+    import vllm.model_executor.models.llama
+    import vllm.v1.engine.llm_engine
+
+    vllm.LLM  # noqa: B018 resolved on first use
+
+
+def run(given: dict[str, Any]) -> None:
+    """In the child: end as the script ends."""
+    log = os.open(given["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for channel in (1, 2):
+        os.dup2(log, channel)
+    os.close(0)
+    signal.alarm(TIMEOUT_S)
+    os.chdir(given["cwd"])
+    os.environ.clear()
+    os.environ.update(given["env"])
+    sys.argv = [given["script"], *given["argv"]]
+    sys.path[0] = os.path.dirname(given["script"])
+    runpy.run_path(given["script"], run_name="__main__")
+
+
+def main() -> None:
+    preload()
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            run(json.loads(line))
+            return
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""Every patch of vLLM and every branch on its version.
+
+No other module assigns to a vLLM class or module. Each patch says why it exists, what upstream has
+about it ("none" is as of vLLM 0.33), and when to remove it. A target that has moved raises
+`TargetMoved` with its name. "From 0.32 on" means: when `SUPPORTED` starts at 0.32.
+"""
+
+import copy
+import importlib
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_relay import metrics
+from vllm_relay.config import CAPTURE_CONNECTOR, CONNECTOR
+from vllm_relay.patching import target, wrap
+
+if TYPE_CHECKING:
+    from vllm_relay.backend.cuda_graphs import FullGraphs
+
+# First engine version accepted, first one refused; a test holds pyproject.toml and README to it.
+SUPPORTED = (0, 26), (0, 34)
+BACKEND_NAME = "RELAY"
+BACKEND_PATH = "vllm_relay.backend.RelayBackend"
+# vLLM's speculation methods without a draft model, whose drafts have no KV of their own.
+DRAFTS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
+
+
+def check_engine_version(version: str | None = None) -> None:
+    """Raise RuntimeError unless ``version``, by default vLLM's, is in `SUPPORTED`."""
+    version = version or str(target("vllm.version:__version__"))
+    low, high = SUPPORTED
+    try:
+        major, minor = version.split("+")[0].split(".")[:2]
+        accepted = low <= (int(major), int(minor)) < high
+    except ValueError:
+        accepted = False
+    if not accepted:
+        raise RuntimeError(
+            f"vllm-relay supports vLLM >= {low[0]}.{low[1]}, < {high[0]}.{high[1]}; found "
+            f"{version}. Install a matching pair, or start vLLM without this plugin: "
+            "VLLM_PLUGINS=''."
+        )
+
+
+def backend_member() -> Any:
+    """The enum member ``AttentionBackendEnum.RELAY``; registers it on first use in this process.
+
+    Why: a spawned engine unpickles its config before vLLM loads plugins there. A member is pickled
+    by value, which that process does not know yet; ours is pickled as a call of this function.
+    Upstream: patches/0002; registration by name came with vllm-project/vllm#41091.
+    Remove when: all of `SUPPORTED` has patches/0002; the last branch: from 0.32 on.
+    """
+    registry = importlib.import_module("vllm.v1.attention.backends.registry")
+    enum = registry.AttentionBackendEnum
+    if BACKEND_NAME not in enum._member_map_:
+        if hasattr(enum, "register"):
+            registry.register_backend(BACKEND_NAME, BACKEND_PATH)
+        else:  # before 0.32
+            new = object.__new__(enum)
+            new._name_, new._value_ = BACKEND_NAME, BACKEND_PATH
+            setattr(enum, BACKEND_NAME, new)
+            enum._member_map_[BACKEND_NAME] = enum._value2member_map_[BACKEND_PATH] = new
+            enum._member_names_.append(BACKEND_NAME)
+    member = enum[BACKEND_NAME]
+    # On the member, so that vLLM's own members are pickled as before.
+    member.__reduce_ex__ = lambda protocol: (backend_member, ())
+    return member
+
+
+def honour_backend_on_cpu() -> None:
+    """Let ``--attention-backend relay`` select our backend on the CPU platform.
+
+    Why: ``CpuPlatform.get_attn_backend_cls`` returns CPU_ATTN whatever backend was selected.
+    Upstream: patches/0001; vllm-project/vllm#24794 gave CUDA the check that CPUs lack.
+    Remove when: all of `SUPPORTED` has patches/0001, and `RelayBackend` declares what it accepts.
+    """
+
+    @wrap(target("vllm.platforms.cpu:CpuPlatform"), "get_attn_backend_cls")
+    def choose(
+        stock: Any,
+        cls: Any,
+        selected_backend: Any,
+        attn_selector_config: Any,
+        *args: Any,
+        **kw: Any,
+    ) -> str:
+        config = attn_selector_config
+        if getattr(selected_backend, "name", None) == BACKEND_NAME:
+            if not config.use_mla and not config.use_sparse:
+                return str(selected_backend.get_path())
+            kind = "multi-head latent" if config.use_mla else "sparse"
+            reason = f"{kind} attention has no relay path"
+            metrics.say_once(f"not used: {reason}; vLLM's own backend serves this model")
+            selected_backend = None
+        return str(stock(cls, selected_backend, config, *args, **kw))
+
+
+def fall_back_on_cuda() -> None:
+    """Serve a model that ``RELAY`` does not support by the backend that vLLM would choose.
+
+    Why: ``get_attn_backend_cls`` raises ValueError when the selected backend does not fit (MLA,
+    float32, ...), and the engine does not start.
+    Upstream: intended there, vllm-project/vllm#27424.
+    Remove when: vLLM has an option that prefers a backend instead of requiring it.
+    """
+
+    @wrap(target("vllm.platforms.cuda:CudaPlatformBase"), "get_attn_backend_cls")
+    def choose(stock: Any, cls: Any, selected_backend: Any, *args: Any, **kwargs: Any) -> str:
+        if getattr(selected_backend, "name", None) == BACKEND_NAME:
+            try:
+                return str(stock(cls, selected_backend, *args, **kwargs))
+            except ValueError as error:
+                metrics.say_once(f"not used: {error}; vLLM chooses a backend of its own")
+                selected_backend = None
+        return str(stock(cls, selected_backend, *args, **kwargs))
+
+
+def keep_all_cores() -> None:
+    """Leave all CPU cores to the engine when the only KV connector is ours.
+
+    Why: vLLM reserves one core per worker for any KV connector; ours is idle in forward passes.
+    Upstream: vllm-project/vllm#32365 and #36487 made the reservation, for the NIXL connector.
+    Remove when: a connector can declare that it needs no core.
+    """
+
+    @wrap(target("vllm.utils.ompmultiprocessing:OMPProcessManager"), "__init__")
+    def init(stock: Any, self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        given = config.kv_transfer_config
+        if given is not None and given.kv_connector in (CONNECTOR, CAPTURE_CONNECTOR):
+            config = copy.copy(config)
+            config.kv_transfer_config = None
+        stock(self, config, *args, **kwargs)
+
+
+def capture_plain_graphs(graphs: "FullGraphs") -> None:
+    """Capture each full CUDA graph of runner V2 twice, with and without relay; choose at replay.
+
+    Why: a graph cannot know what its batches will share, and kernels that return at once still cost
+    a few microseconds per layer.
+    Upstream: none. Remove when: a builder can add a variant to ``BatchExecutionDescriptor``.
+    """
+    manager = target("vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager")
+
+    @wrap(manager, "run_fullgraph")
+    def run(stock: Any, self: Any, desc: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = getattr(self, "_relay_plain_graphs", {})
+        if desc not in plain or graphs.relayed():
+            return stock(self, desc, *args, **kwargs)
+        with_relay, self.graphs = self.graphs, plain
+        try:
+            return stock(self, desc, *args, **kwargs)
+        finally:
+            self.graphs = with_relay
+
+    @wrap(manager, "capture")
+    def capture(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._relay_plain_graphs = {}
+        result = stock(self, *args, **kwargs)
+        full = {mode: descs for mode, descs in self._capture_descs.items() if mode.name == "FULL"}
+        # vLLM captures some graphs to measure their memory, and counts them (from 0.32 on).
+        measuring = getattr(self, "_max_full_descs_to_capture", None) is not None
+        if not graphs.wanted() or not full or measuring:
+            return result
+        with_relay, descs = self.graphs, self._capture_descs
+        self.graphs, self._capture_descs = {}, full
+        try:
+            with graphs.capture_plain():
+                stock(self, *args, **kwargs)
+            self._relay_plain_graphs = self.graphs
+        finally:
+            self.graphs, self._capture_descs = with_relay, descs
+        return result
+
+
+_worker: Any = None
+
+
+def extend_worker() -> None:
+    """Add ``llm.collective_rpc("relay_counters")``, and remember this process's worker.
+
+    Why: ``collective_rpc`` calls methods of workers, and a KV connector is not given its worker.
+    Upstream: none for plugins; ``--worker-extension-cls`` takes one class, which is the user's.
+    Remove when: plugins can add worker methods, and connectors are given their worker.
+    """
+    base = target("vllm.v1.worker.worker_base:WorkerBase")
+    base.relay_counters = lambda self: metrics.counters()
+
+    @wrap(base, "__init__")
+    def init(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        global _worker
+        _worker = weakref.ref(self)
+        stock(self, *args, **kwargs)
+
+
+def worker() -> Any:
+    """This process's vLLM worker. Raises RuntimeError where there is none."""
+    if (found := _worker and _worker()) is None:
+        raise RuntimeError("this process has no vLLM worker")
+    return found
+
+
+def add_engine_method() -> None:
+    """Add ``relay_system_kv`` to vLLM's EngineCore, for `vllm_relay.system_kv.status`.
+
+    Why: a front end calls EngineCore's methods only; our connector lives in its scheduler.
+    Upstream: none. Remove when: front ends can call a method of a connector.
+    """
+
+    def relay_system_kv(self: Any) -> list[dict[str, Any]]:
+        connector = self.scheduler.get_kv_connector()
+        ours = getattr(connector, "_connectors", [connector])  # MultiConnector's children
+        return [entry for c in ours if type(c).__name__ == CONNECTOR for entry in c.status()]
+
+    target("vllm.v1.engine.core:EngineCore").relay_system_kv = relay_system_kv
+
+
+def wrap_engine_args(
+    configure: Callable[[Any], None], admit: Callable[[Any, str | None], None]
+) -> None:
+    """Let our settings complete vLLM's ``kv_transfer_config``, and have system-KV files checked.
+
+    Why: every way to start an engine passes ``create_engine_config``; ``from_cli_args`` alone sees
+    the server's ``--chat-template``.
+    Upstream: none. Remove when: plugins can complete the engine's arguments.
+    """
+    engine_args = target("vllm.engine.arg_utils:EngineArgs")
+
+    @wrap(engine_args, "create_engine_config")
+    def create(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        configure(self)
+        config = stock(self, *args, **kwargs)
+        # One of several API servers starts no engine; the process above them has checked.
+        if self._api_process_rank < 0 or self._api_process_count == 1:
+            admit(config, getattr(self, "_relay_chat_template", None))
+        return config
+
+    @wrap(engine_args, "from_cli_args")
+    def from_cli(stock: Any, cls: Any, args: Any) -> Any:
+        made = stock(cls, args)
+        made._relay_chat_template = getattr(args, "chat_template", None)
+        return made
+
+
+def allow_resets(pool: Any, pinned: Callable[[], int], on_reset: Callable[[], None]) -> None:
+    """Let one BlockPool reset its prefix cache while ``pinned()`` blocks are ours, and report it.
+
+    Why: vLLM refuses a reset while a block is referenced; a connector's ``reset_cache`` is called
+    on some paths only.
+    Upstream: vllm-project/vllm#12284 (the rule), #27046 (pinned prefixes, closed).
+    Remove when: vLLM can pin blocks itself.
+    """
+
+    @wrap(pool, "reset_prefix_cache")
+    def reset(stock: Any) -> bool:
+        count = pinned()
+        pool.num_gpu_blocks -= count
+        try:
+            done = bool(stock())
+        finally:
+            pool.num_gpu_blocks += count
+        if done and count:
+            on_reset()
+        return done
+
+
+def tap_kv_updates(impl: Any, take: Callable[[Any, Any, Any], None]) -> None:
+    """Call ``take(key, value, slots)`` after each KV update of one layer.
+
+    Why: there keys and values are rows, after RoPE and in no block layout.
+    Upstream: none. Remove when: ``save_kv_layer`` is given them; it is given blocks.
+    """
+
+    @wrap(impl, "do_kv_cache_update")
+    def update(stock: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slots: Any) -> Any:
+        done = stock(layer, key, value, kv_cache, slots)
+        take(key, value, slots)
+        return done
+
+
+def block_hasher(vllm_config: Any, hash_block_size: int) -> Any:
+    """vLLM's function that hashes a request's blocks. Branch: 0.33 on adds tokens of the next."""
+    make = target("vllm.v1.core.kv_cache_utils:get_request_block_hasher")
+    hash_of = target("vllm.utils.hashing:get_hash_fn_by_name")
+    lookahead = "num_hash_lookahead_tokens"
+    branch = lookahead in inspect.signature(make).parameters
+    more = {lookahead: getattr(vllm_config, lookahead)} if branch else {}
+    return make(hash_block_size, hash_of(vllm_config.cache_config.prefix_caching_hash_algo), **more)
+
+
+def finds_kv_scales(cache_config: Any) -> bool:
+    """True if the first request sets the KV cache's scales. Branch: before 0.32 only."""
+    return bool(getattr(cache_config, "calculate_kv_scales", False))
+
+
+def uses_fa4_hd256(impl: Any) -> bool:
+    """True if a layer runs FlashAttention 4 with heads of 256. Branch: from 0.32 on only."""
+    return bool(getattr(impl, "fa4_hd256", False))

@@ -1,0 +1,166 @@
+"""Admission of system-KV files: settings become a configured connector with checked files.
+
+It runs while vLLM makes its configuration, before any process of the engine starts: a file that
+does not fit stops the start with one line, not after minutes of loading.
+"""
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from vllm_relay import compat, metrics
+from vllm_relay.config import CONNECTOR, CONNECTOR_MODULE, RelayConfig, SystemKVConfig
+from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
+from vllm_relay.system_kv.identity import differences, identify
+
+# Entry of the connector's extra config, made here: [path, seal] of each file to load.
+ADMITTED = "admitted"
+
+
+def configure(engine_args: Any) -> None:
+    """Configure the connector that ``system_kv`` asks for, if it does.
+
+    Args:
+        engine_args: vLLM's EngineArgs; ``kv_transfer_config`` is set.
+
+    Raises:
+        ValueError: bad settings, files named in two places, or an option that replaces connectors.
+    """
+    from vllm.config import KVTransferConfig
+
+    ours = RelayConfig.from_additional_config(engine_args.additional_config).system_kv
+    given = engine_args.kv_transfer_config
+    if isinstance(given, Mapping):
+        given = KVTransferConfig(**given)
+    present = [] if given is None else [read_settings(extra) for _, extra in _our_entries(given)]
+    if not ours.files and not present:
+        return
+    if engine_args.kv_offloading_size is not None:
+        raise ValueError(
+            "--kv-offloading-size replaces the connector that loads system KVs: name "
+            "OffloadingConnector in --kv-transfer-config instead, both run then"
+        )
+    if present:
+        if ours.files and present != [ours]:  # the same: these arguments were used before
+            raise ValueError(
+                "system KVs are named twice: in additional_config['relay'] and kv_transfer_config"
+            )
+        return
+    entry: dict[str, Any] = {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": CONNECTOR_MODULE,
+        # A producer that has nothing to deliver: the role with the least influence on scheduling.
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {**asdict(ours), "files": list(ours.files)},
+    }
+    if given is None or given.kv_connector is None:
+        engine_args.kv_transfer_config = KVTransferConfig(**entry)
+        return
+    # Beside another connector. Ours comes first: its blocks are the first of the pool.
+    settings = dict(vars(given))
+    if given.kv_connector == "MultiConnector":
+        children = list(given.kv_connector_extra_config.get("connectors", []))
+    else:
+        children = [{k: v for k, v in settings.items() if k != "engine_id"}]
+    settings["kv_connector"], settings["kv_connector_module_path"] = "MultiConnector", None
+    settings["kv_connector_extra_config"] = {"connectors": [entry, *copy.deepcopy(children)]}
+    engine_args.kv_transfer_config = KVTransferConfig(**settings)
+
+
+def read_settings(extra: Mapping[str, Any]) -> SystemKVConfig:
+    """The settings in a connector's extra config. Raises ValueError for a bad one, by name."""
+    return SystemKVConfig.from_mapping({k: v for k, v in extra.items() if k != ADMITTED})
+
+
+def _our_entries(kv_transfer_config: Any) -> Iterator[tuple[int | None, dict[str, Any]]]:
+    """(index, extra config) of our connector, alone (None) or among several; mutable."""
+    if kv_transfer_config.kv_connector == CONNECTOR:
+        yield None, kv_transfer_config.kv_connector_extra_config
+    elif kv_transfer_config.kv_connector == "MultiConnector":
+        children = kv_transfer_config.kv_connector_extra_config.get("connectors", [])
+        for i, child in enumerate(children):
+            if child.get("kv_connector") == CONNECTOR:
+                yield i, child.setdefault("kv_connector_extra_config", {})
+
+
+def admit(vllm_config: Any, chat_template: str | None) -> None:
+    """Check the files of a configured connector and give it those that fit.
+
+    Args:
+        vllm_config: vLLM's VllmConfig, complete.
+        chat_template: the server's ``--chat-template``, or None.
+
+    Raises:
+        SystemKVError: a file does not fit and ``errors`` is "stop"; or the engine cannot use any.
+    """
+    if vllm_config.kv_transfer_config is None:
+        return
+    for index, extra in _our_entries(vllm_config.kv_transfer_config):
+        if index:
+            raise SystemKVError(f"{CONNECTOR} must be the first of MultiConnector's connectors")
+        settings = read_settings(extra)
+        reason = _unusable(vllm_config)
+        if reason is not None:
+            raise SystemKVError(f"system KVs cannot be loaded: {reason}")
+        identity = identify(vllm_config, chat_template) if settings.files else None
+        admitted = []
+        for path in settings.files:
+            try:
+                file = SystemKVFile(path)
+                found = differences(file.manifest, identity) if identity else []
+                if found:
+                    raise SystemKVError(f"{path}: differs from this engine in {', '.join(found)}")
+                block = vllm_config.cache_config.block_size  # None: the backend will choose one
+                if block and file.manifest.tokens < block:
+                    tokens = file.manifest.tokens
+                    raise SystemKVError(f"{path}: has {tokens} tokens, a KV block has {block}")
+                # Workers hash what they write once more: between here and there the tensors may
+                # change, and the seal guards the header only.
+                file.verify()
+            except SystemKVError as error:
+                if settings.errors == "stop":
+                    raise
+                metrics.say_once(f"system KV not loaded: {error}", logging.WARNING)
+            else:
+                admitted.append([str(file.path.absolute()), file.seal])
+        extra[ADMITTED] = admitted
+
+
+def _unusable(vllm_config: Any) -> str | None:
+    """The reason in its configuration why an engine cannot use system KVs, or None."""
+    parallel = vllm_config.parallel_config
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return "prefix caching is off; requests find them by it: remove --no-enable-prefix-caching"
+    if compat.finds_kv_scales(vllm_config.cache_config):
+        return "the KV cache's scales are found by the first request (--calculate-kv-scales)"
+    if vllm_config.model_config.is_encoder_decoder:
+        return "the model is an encoder-decoder"
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in compat.DRAFTS_WITHOUT_MODEL:
+        return f"speculation with {speculative.method} puts a draft's KV into the same blocks"
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(parallel, name)) > 1:
+            return f"{name} is {size}"
+    return None
+
+
+def open_admitted(extra: Mapping[str, Any]) -> list[SystemKVFile]:
+    """The admitted files, opened in a process of the engine.
+
+    Raises:
+        SystemKVError: a file was replaced since it was checked, or none was ever checked.
+    """
+    if ADMITTED not in extra:
+        raise SystemKVError(
+            "system KVs were not checked: start the engine through vLLM's EngineArgs (LLM, "
+            "AsyncLLM, vllm serve) with the plugin vllm-relay enabled"
+        )
+    files = []
+    for path, seal in extra[ADMITTED]:
+        file = SystemKVFile(path)
+        if file.seal != seal:
+            raise SystemKVError(f"{path}: was replaced while the engine started")
+        files.append(file)
+    return files

@@ -1,0 +1,173 @@
+"""The scheduler's side: system KVs in the block pool, referenced so that nothing evicts them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
+
+from vllm_relay import compat, metrics
+from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
+from vllm_relay.system_kv.placement import budget_error, place
+
+
+class PinnedBlocks:
+    """The blocks of all system KVs in one block pool.
+
+    They are taken while the pool is new, so their ids are those of `place` and the workers need no
+    message. Their hashes enter the pool's prefix cache with the first request: only then has every
+    vLLM version fixed the seed of its hashes.
+
+    A reset of the prefix cache forgets the hashes but not the blocks. New weights or the loss of
+    the cache's memory (sleep) may come with it, so the hashes return only after the workers have
+    compared their weights and written the blocks again: `wants_rewrite`, `rewritten`.
+
+    Args:
+        vllm_config: vLLM's VllmConfig. files: the system KVs. block_size: tokens per block.
+        budget: the share of the pool that may be pinned.
+    """
+
+    def __init__(
+        self, vllm_config: Any, files: Sequence[SystemKVFile], block_size: int, budget: float
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._files = files
+        self._names = _unique([file.manifest.name for file in files])
+        self._block_size = block_size
+        self._budget = budget
+        self._placements = place([file.manifest.token_ids for file in files], block_size)
+        self._pool: Any = None
+        self._blocks: list[Any] = []
+        self._registered = False
+        # Each reset may come with other weights, so each wants an answer of its own.
+        self._resets = self._written = 0
+        self.released: str | None = None
+        self._requests_hit = [0] * len(files)
+        self._tokens_hit = [0] * len(files)
+
+    def take(self, pool: Any) -> None:
+        """Take the blocks from a pool that nobody has used yet.
+
+        Raises:
+            SystemKVError: over the budget, or another connector took blocks first.
+        """
+        count = len({id for placement in self._placements for id in placement.block_ids})
+        for file, placement in zip(self._files, self._placements, strict=True):
+            if not placement.block_ids:
+                raise SystemKVError(
+                    f"{file.path}: has {file.manifest.tokens} tokens, less than one KV block of "
+                    f"{self._block_size}"
+                )
+        longest = self._vllm_config.model_config.max_model_len
+        usable = pool.get_num_free_blocks()
+        error = budget_error(count, usable, self._budget, longest, self._block_size)
+        if error is not None:
+            raise SystemKVError(error)
+        self._pool = pool
+        self._blocks = pool.get_new_blocks(count)
+        if [block.block_id for block in self._blocks] != list(range(1, count + 1)):
+            raise SystemKVError("system KVs need the first blocks of the KV cache; they are taken")
+        compat.allow_resets(pool, lambda: len(self._blocks), self._note_reset)
+
+    def _note_reset(self) -> None:
+        self._registered = False
+        self._resets += 1
+
+    def register(self) -> None:
+        """Put the blocks' hashes into the pool's prefix cache, unless they are there."""
+        if self._registered or self.wants_rewrite is not None or not self._blocks:
+            return
+        self._registered = True
+        hasher = compat.block_hasher(self._vllm_config, self._pool.hash_block_size)
+        for file, placement in zip(self._files, self._placements, strict=True):
+            request = Request(
+                request_id=f"system-kv-{file.manifest.name}",
+                prompt_token_ids=list(file.manifest.token_ids),
+                sampling_params=SamplingParams(max_tokens=1),
+                pooling_params=None,
+                block_hasher=hasher,
+            )
+            self._pool.cache_full_blocks(
+                request=request,
+                blocks=[self._blocks[block_id - 1] for block_id in placement.block_ids],
+                num_cached_blocks=placement.shared,
+                num_full_blocks=len(placement.block_ids),
+                block_size=self._block_size,
+                kv_cache_group_id=0,
+            )
+
+    @property
+    def wants_rewrite(self) -> int | None:
+        """The number of the reset after which the workers must write again, or None."""
+        return self._resets if self._blocks and self._written != self._resets else None
+
+    def rewritten(self, reset: int, problem: str | None) -> None:
+        """Take the workers' answer to a reset: written again, or why the KV must not be used."""
+        if reset != self._resets or not self._blocks:
+            return  # another reset came meanwhile
+        self._written = reset
+        if problem is None:
+            self.register()
+            return
+        self.released = problem
+        blocks, self._blocks = self._blocks, []
+        self._pool.free_blocks(blocks)
+        metrics.logger.warning(
+            "relay: system KVs are not used any more: %s; their %d blocks are free. A restart "
+            "loads them again if they fit",
+            problem,
+            len(blocks),
+        )
+
+    def count_hit(self, block_ids: Sequence[int]) -> None:
+        """Count a request that begins in these blocks, for the prompt it shares most of."""
+        have = [_common_length(placement.block_ids, block_ids) for placement in self._placements]
+        if self._blocks and (most := max(have, default=0)):
+            best = have.index(most)
+            self._requests_hit[best] += 1
+            self._tokens_hit[best] += most * self._block_size
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Counters and pinned blocks by prompt; cheap enough for every step."""
+        return {
+            name: {
+                "requests_hit": self._requests_hit[i],
+                "tokens_hit": self._tokens_hit[i],
+                "blocks": len(self._placements[i].block_ids) if self._blocks else 0,
+            }
+            for i, name in enumerate(self._names)
+        }
+
+    def status(self) -> list[dict[str, Any]]:
+        """One dictionary per prompt, see `vllm_relay.system_kv.status`."""
+        found: list[dict[str, Any]] = []
+        counted = self.counts().items()
+        for (name, counts), file, placement in zip(
+            counted, self._files, self._placements, strict=True
+        ):
+            ids = placement.block_ids if self._blocks else ()
+            hashes = [self._blocks[block_id - 1].block_hash for block_id in ids]
+            entry = {"name": name, "path": str(file.path), "tokens": file.manifest.tokens, **counts}
+            entry["tokens_pinned"] = len(ids) * self._block_size
+            entry["block_ids"] = list(ids)
+            entry["cached"] = bool(hashes) and None not in hashes
+            entry["released"] = self.released
+            found.append(entry)
+        return found
+
+
+def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """Distinct names: the second ``acme`` becomes ``acme-2``."""
+    seen: list[str] = []
+    for name in names:
+        count = 1
+        while (wanted := name if count == 1 else f"{name}-{count}") in seen:
+            count += 1
+        seen.append(wanted)
+    return seen

@@ -1,0 +1,70 @@
+"""The KV blocks of system KVs: the same answer in every process, from token ids alone."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The KV blocks of one prompt.
+
+    Attributes:
+        block_ids: of its full blocks, in order.
+        shared: how many leading ones belong to an earlier prompt that begins with the same tokens.
+    """
+
+    block_ids: tuple[int, ...]
+    shared: int
+
+
+def place(prompts: Sequence[Sequence[int]], block_size: int) -> list[Placement]:
+    """Block ids from 1 on for each prompt; prompts with a common prefix share its blocks.
+
+    Block 0 is vLLM's null block. Tokens past the last full block get none: each request prefills
+    them.
+
+    Args:
+        prompts: token ids. block_size: tokens per block.
+    """
+    placements: list[Placement] = []
+    known: dict[tuple[int, tuple[int, ...]], int] = {}  # (block before, tokens) -> block
+    for tokens in prompts:
+        ids: list[int] = []
+        shared = 0
+        for end in range(block_size, len(tokens) + 1, block_size):
+            key = (ids[-1] if ids else 0, tuple(tokens[end - block_size : end]))
+            if key in known:
+                shared += 1
+            else:
+                known[key] = 1 + len(known)
+            ids.append(known[key])
+        placements.append(Placement(tuple(ids), shared))
+    return placements
+
+
+def budget_error(
+    pinned: int, usable: int, share: float, max_model_len: int, block_size: int
+) -> str | None:
+    """The reason why so many blocks cannot be pinned, with the numbers; None when they can.
+
+    Args:
+        pinned: blocks to pin. usable: blocks of the KV cache. share: the part that may be pinned.
+        max_model_len: tokens of the longest request, which must still fit.
+    """
+    allowed = math.floor(share * usable + 1e-6)  # 0.29 * 100 is 28.999…
+    if pinned > allowed:
+        return (
+            f"system KVs need {pinned:,} of {usable:,} KV cache blocks ({pinned / usable:.0%}); "
+            f"system_kv.budget allows {share:.0%}, {allowed:,} blocks: enlarge the KV cache or the "
+            "budget, or load fewer"
+        )
+    longest = math.ceil(max_model_len / block_size)
+    if usable - pinned < longest:
+        return (
+            f"system KVs need {pinned:,} of {usable:,} KV cache blocks; the other "
+            f"{usable - pinned:,} cannot hold one request of max_model_len {max_model_len:,} "
+            f"({longest:,} blocks), which would wait for ever: enlarge the KV cache, lower "
+            "--max-model-len, or load fewer"
+        )
+    return None
