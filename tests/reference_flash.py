@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_relay.ops import reference
+
 # What FlashAttention leaves in outputs of tokens that are in no sequence.
 UNWRITTEN = float("nan")
 
@@ -72,33 +74,24 @@ def flash_attn_varlen_func(
         )  # fmt: skip
         assert torch.equal(scheduler_metadata, schedule), "the schedule is of another call"
     lse = q.new_full((q.shape[1], q.shape[0]), UNWRITTEN, dtype=torch.float32)
-    for row, ((begin, end), length) in enumerate(zip(pairwise(starts), lens, strict=True)):
-        if begin == end:
-            continue
-        if length == 0:
-            out[begin:end] = 0
-            lse[:, begin:end] = torch.inf if fa_version == 2 else -torch.inf
-            continue
-        ids = block_table[row, : -(-length // k.shape[1])].long()
-        keys, values = (
-            cache[ids].flatten(0, 1)[:length].double()
-            .repeat_interleave(q.shape[1] // k.shape[2], 1)
-            for cache in (k, v)
-        )  # fmt: skip
-        scores = torch.einsum("thd,shd->hts", q[begin:end].double(), keys)
-        scores *= softmax_scale or q.shape[-1] ** -0.5
-        if softcap:
-            scores = torch.tanh(scores / softcap) * softcap
-        if causal:
-            hidden = torch.ones(end - begin, length, dtype=torch.bool)
-            scores.masked_fill_(hidden.triu(length - (end - begin) + 1), -torch.inf)
-        if window_size is not None and window_size[0] >= 0:
-            seen = torch.ones(end - begin, length, dtype=torch.bool)
-            seen = seen.triu(length - (end - begin) - window_size[0])
-            scores.masked_fill_(~seen, -torch.inf)
-        lse[:, begin:end] = torch.logsumexp(scores, -1)
-        weights = torch.softmax(scores, -1).nan_to_num()
-        out[begin:end] = torch.einsum("hts,shd->thd", weights, values).to(out.dtype)
+    exact, exact_lse = reference.context_attention(
+        q,
+        k,
+        v,
+        block_table,
+        seqused_k,
+        cu_seqlens_q,
+        softmax_scale or None,
+        causal=causal,
+        window=None if window_size is None or window_size[0] < 0 else window_size[0],
+        softcap=softcap,
+    )
+    out[: starts[-1]] = exact[: starts[-1]].to(out.dtype)
+    lse[:, : starts[-1]] = exact_lse[:, : starts[-1]]
+    if fa_version == 2:
+        for (begin, end), length in zip(pairwise(starts), lens, strict=True):
+            if length == 0:
+                lse[:, begin:end] = torch.inf
     return (out, lse) if return_softmax_lse else out
 
 

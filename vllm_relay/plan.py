@@ -24,6 +24,8 @@ class Part(Generic[A]):
         block_table: int32 [B, M], KV blocks of each sequence.
         max_query_len, max_seq_len: upper bounds known on the host.
         causal: aligned to the end of the keys; else every query sees every key.
+        num_splits: parts that FlashAttention divides the keys into; 0: its own choice.
+        scheduler_metadata: int32 [N], FlashAttention 3's schedule of this call.
     """
 
     query_start_loc: A
@@ -32,6 +34,8 @@ class Part(Generic[A]):
     max_query_len: int
     max_seq_len: int
     causal: bool
+    num_splits: int = 0
+    scheduler_metadata: A | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -46,6 +50,7 @@ class DensePart(Generic[A]):
         query_start_loc, key_start_loc: int32 [3], [0, 0, queries] and [0, begin, end]; all 0 where
             no group has such keys.
         max_query_len, max_seq_len: upper bounds known on the host.
+        num_splits: as in `Part`.
     """
 
     query_start_loc: A
@@ -53,6 +58,7 @@ class DensePart(Generic[A]):
     max_query_len: int
     max_seq_len: int
     causal: bool = False
+    num_splits: int = 0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

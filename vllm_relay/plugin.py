@@ -37,21 +37,15 @@ def register() -> None:
 
 def offer_flash_attention() -> None:
     """Make vLLM's FlashAttention the provider "vllm" of ``vllm_relay.ops``, on its first use."""
-    from vllm_relay.ops import flash_attn, providers
+    from vllm_relay.ops.attention import flash_attn, providers
 
-    @functools.cache
-    def made(maker: Any) -> Any:
+    def load() -> Any:
         from vllm.v1.attention.backends import fa_utils
 
         version = fa_utils.get_flash_attn_version()
-        return maker(fa_utils.flash_attn_varlen_func, fa_version=version)
+        return functools.partial(fa_utils.flash_attn_varlen_func, fa_version=version)
 
-    usable = functools.partial(providers.not_flash, block_multiple=16)
-    for op, maker in (
-        ("system", flash_attn.system_from_varlen),
-        ("context", flash_attn.context_from_varlen),
-    ):
-        providers.register(op, "vllm", lambda *args, m=maker: made(m)(*args), usable)
+    providers.register("vllm", flash_attn.Varlen(load, block_multiple=16), ["cuda"])
 
 
 # Imported when an engine is configured: they load torch.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.timing import DecodeStep
+from vllm_relay.ops import reference
 
 BLOCK = 16
 
@@ -33,24 +34,14 @@ class Batch:
 
     def exact(self) -> tuple[Tensor, Tensor]:
         """Attention in float64, row by row: out [B, Hq, D], lse [Hq, B]."""
-        outs, lses = [], []
-        for row, length in enumerate(self.seq_lens.tolist()):
-            ids = self.block_table[row, : -(-length // self.k_cache.shape[1])].long()
-            k, v = (c[ids].flatten(0, 1)[:length] for c in (self.k_cache, self.v_cache))
-            out, lse = exact_attention(self.q[row : row + 1], k, v)
-            outs.append(out)
-            lses.append(lse)
-        return torch.cat(outs), torch.cat(lses, 1)
-
-
-def exact_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Unmasked attention in float64. q [T, Hq, D]; k, v [S, Hkv, D]; as `ops.system_attention`."""
-    tokens, q_heads, head_size = q.shape
-    grouped = q.double().view(tokens, k.shape[1], -1, head_size)
-    scores = torch.einsum("thgd,shd->hgts", grouped, k.double()) * head_size**-0.5
-    lse = torch.logsumexp(scores, -1)  # [Hkv, G, T]
-    out = torch.einsum("hgts,shd->thgd", torch.exp(scores - lse[..., None]), v.double())
-    return out.reshape(tokens, q_heads, head_size), lse.reshape(q_heads, tokens)
+        return reference.context_attention(
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            self.block_table,
+            self.seq_lens,
+            self.query_start_loc,
+        )
 
 
 def shared_batch(shape: DecodeStep, device: str = "cuda", seed: int = 0) -> Batch:

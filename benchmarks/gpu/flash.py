@@ -26,7 +26,7 @@ def scheduler() -> Callable[..., Tensor]:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A part of a `PagedStep` and how FlashAttention 3 is told to split it.
+    """A part of a `Plan` and how FlashAttention 3 is told to split it.
 
     Attributes:
         metadata: of `schedule`; None for dense keys, which vLLM makes none for.

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.batches import BLOCK, Batch, errors, exact_attention
+from benchmarks.gpu.batches import BLOCK, Batch, errors
 from benchmarks.gpu.flash import attend_with, flash_attention
 from benchmarks.gpu.journal import Row, Wrong
+from vllm_relay.ops.reference import attention_lse
 
 
 def varlen(version: int, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> Row:
@@ -28,7 +29,7 @@ def varlen(version: int, dtype: torch.dtype = torch.bfloat16, device: str = "cud
     out = torch.full_like(one.q, float("nan"))
     lse = attend(prefix_part(one), one.q, one.k_cache, one.v_cache, out)
     k, v = (c[one.block_table[0].long()].flatten(0, 1) for c in (one.k_cache, one.v_cache))
-    worst = max(worst, check_partial("system", out, lse, *exact_attention(one.q, k, v)))
+    worst = max(worst, check_partial("system", out, lse, *attention_lse(one.q, k, v)))
     return {"error": f"{worst:.3g}", "correct": "yes"}
 
 
@@ -56,7 +57,7 @@ def ragged_batch(
 
 
 def context_part(batch: Batch) -> Any:
-    from vllm_relay.ops.planning.device_plan import Part
+    from vllm_relay.plan import Part
 
     return Part(
         query_start_loc=batch.query_start_loc,

@@ -49,7 +49,7 @@ def self_test(heads: tuple[int, int, int], dtype: torch.dtype, version: int) -> 
     """The backend's own start-up test."""
     from vllm_relay.backend import self_test as backend
 
-    case = backend.Case(
+    layer = backend.LayerShape(
         num_heads=heads[0],
         num_kv_heads=heads[1],
         head_size=heads[2],
@@ -57,7 +57,7 @@ def self_test(heads: tuple[int, int, int], dtype: torch.dtype, version: int) -> 
         dtype=dtype,
         fa_version=version,
     )
-    failures = backend.run(case, torch.device("cuda"))
+    failures = backend.run(layer, torch.device("cuda"))
     if failures:
         raise Wrong("; ".join(failures))
     return {"correct": "yes"}

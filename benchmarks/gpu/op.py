@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.batches import BLOCK, Batch, agrees, errors, exact_attention, shared_batch
+from benchmarks.gpu.batches import BLOCK, Batch, agrees, errors, shared_batch
 from benchmarks.gpu.flash import flash_attention, stock_attention
 from benchmarks.gpu.journal import Case, Row, Wrong
 from benchmarks.gpu.systems import SYSTEMS
@@ -27,6 +27,7 @@ from benchmarks.gpu.timing import (
     capture,
     measure_ceilings,
 )
+from vllm_relay.ops.reference import attention_lse
 
 COLUMNS = (
     "system",
@@ -85,7 +86,7 @@ def exact_shared(batch: Batch, shape: DecodeStep) -> Tensor:
     if prefix:
         ids = batch.block_table[0, :prefix].long()
         k, v = (c[ids].flatten(0, 1) for c in (batch.k_cache, batch.v_cache))
-        out, lse = exact_attention(batch.q, k, v)
+        out, lse = attention_lse(batch.q, k, v)
         outs, lses = [out], [lse]
     own = Batch(
         q=batch.q,

@@ -15,7 +15,7 @@ from benchmarks.gpu.timing import DecodeStep
 
 # Reads that a group has to save for relay to be expected.
 MIN_SAVED_TOKENS = 32768
-# Those of `vllm_relay.backend.cuda`, restated: to read them there would import all of vLLM.
+# Those of `vllm_relay.backend.cuda_history` and `cuda_impl`, restated: both import vLLM.
 PROBE_STEPS, HEARD_AFTER = 8, 2
 SYSTEM_SPLITS = 16
 # vLLM's default in full graphs (flash_attn_max_num_splits_for_cuda_graph).

@@ -10,6 +10,7 @@ import torch
 from benchmarks.harness.roofline import gemm_rate, read_rate
 from vllm_relay.calibration import kernels
 from vllm_relay.calibration.probe import Probe, Shape
+from vllm_relay.ops import reference
 from vllm_relay.ops.native import library as native
 from vllm_relay.sharing import reads
 
@@ -145,7 +146,7 @@ def _exact(
 ) -> torch.Tensor:
     """Attention of the first layer in float32, ``[T, Hq, D]``."""
     layer, impl = probe.layers[1 % len(probe.layers)], probe.impl
-    cache, share = probe.cache(layer), impl.num_heads // impl.num_kv_heads
+    cache = probe.cache(layer)
     outs = []
     before: tuple[bytes, torch.Tensor, torch.Tensor] | None = None
     for row, length in enumerate(lens.tolist()):
@@ -154,12 +155,11 @@ def _exact(
             shape = (impl.num_kv_heads, len(ids) * probe.block, impl.head_size)
             k, v = cache.new_empty(shape), cache.new_empty(shape)
             layer.impl._layout.copy_rows(cache, ids.tolist(), k, v)
-            k, v = (x.float().repeat_interleave(share, 0) for x in (k, v))
-            before = (ids.tobytes(), k, v)
+            before = (ids.tobytes(), k.float().transpose(0, 1), v.float().transpose(0, 1))
         _, k, v = before
-        mine = query[row * queries : (row + 1) * queries].transpose(0, 1).float()
-        scores = mine @ k[:, :length].transpose(1, 2) * impl.scale
-        hidden = torch.ones(queries, length, dtype=torch.bool).triu(length - queries + 1)
-        weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
-        outs.append((weights @ v[:, :length]).transpose(0, 1))
+        mine = query[row * queries : (row + 1) * queries]
+        out, _ = reference.attention_lse(
+            mine, k[:length], v[:length], impl.scale, causal=True, dtype=torch.float32
+        )
+        outs.append(out)
     return torch.cat(outs)

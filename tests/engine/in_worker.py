@@ -12,10 +12,8 @@ import numpy as np
 import torch
 
 from benchmarks.harness.force_tokens import ForceTokens  # noqa: F401
-from vllm_relay.ops.cpu.attention import fuse
+from vllm_relay.ops.fusion.native import fuse
 from vllm_relay.ops.native import library as native
-
-
 
 
 def _wrong_paged_lse(stock: Any) -> Any:

@@ -1,7 +1,7 @@
 """As run_engine.py, with the CUDA backend in the CPU engine: ``run_cuda_on_cpu.py SPEC RESULT``.
 
 Scheduler, block tables, prefix caching and runner are the engine's own; FlashAttention is
-`tests.reference_flash` and Triton runs in its interpreter (TRITON_INTERPRET=1). The engine
+`tests.reference_flash`; Triton runs in its interpreter (TRITON_INTERPRET=1). The engine
 runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0).
 """
 

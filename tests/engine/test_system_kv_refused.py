@@ -24,8 +24,8 @@ from tests.engine.engine import SMOLLM2, environment
 from tests.engine.system_kv import relay_command, run_relay
 from vllm_relay import register
 from vllm_relay.serving.processes import beside_python, serving
-from vllm_relay.system_kv.file import MANIFEST_KEY, SystemKVError, SystemKVFile
 from vllm_relay.system_kv.admission import ADMITTED
+from vllm_relay.system_kv.file import MANIFEST_KEY, SystemKVError, SystemKVFile
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -282,7 +282,9 @@ def test_what_an_engine_cannot_use(good: Path) -> None:
 def _serve(*flags: str, **env: str) -> str:
     """Start a server that must refuse; returns its output."""
     done = subprocess.run(
-        beside_python("vllm", "serve", str(SMOLLM2), "--attention-backend", "relay", *SMALL, *flags),
+        beside_python(
+            "vllm", "serve", str(SMOLLM2), "--attention-backend", "relay", *SMALL, *flags
+        ),
         env=environment(**{**OFFLINE, **env}),
         capture_output=True,
         text=True,

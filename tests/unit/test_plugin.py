@@ -244,17 +244,24 @@ def test_vllms_flash_attention_is_a_provider_of_the_ops() -> None:
         fa_utils.get_flash_attn_version = lambda: 3
         fa_utils.flash_attn_varlen_func = reference_flash.flash_attn_varlen_func
         plugin.offer_flash_attention()
-        assert "vllm" in providers._registered["system"]
         q, cache = torch.randn(2, 4, 32), torch.randn(3, 16, 2, 64)
-        reason = providers._registered["context"]["vllm"].usable(q, cache, cache)
-        assert reason == "needs CUDA tensors", reason
-        fn = providers._registered["context"]["vllm"].fn
+        with providers.use("context", "vllm"):
+            try:
+                providers.choose("context", q, cache, cache)
+            except ValueError as error:
+                assert "needs CUDA tensors" in str(error), error
+            else:
+                raise AssertionError("taken")
         # What the checks in front of it would hand over.
-        out, lse = fn(
-            q, *cache.split(32, -1), torch.tensor([[1, 2]] * 2, dtype=torch.int32),
-            torch.tensor([20, 5], dtype=torch.int32), torch.arange(3, dtype=torch.int32),
-            0.2, 1, 20,
+        context = providers.PagedContext(
+            block_table=torch.tensor([[1, 2]] * 2, dtype=torch.int32),
+            context_lens=torch.tensor([20, 5], dtype=torch.int32),
+            query_start_loc=torch.arange(3, dtype=torch.int32),
+            max_query_len=1,
+            max_context_len=20,
         )
+        vllm = providers._registered["vllm"].implementation
+        out, lse = vllm.context_attention(q, *cache.split(32, -1), context, 0.2)
         assert out.shape == q.shape and lse.shape == (4, 2) and lse.isfinite().all()
         """
     _python(code)

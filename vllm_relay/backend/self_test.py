@@ -1,11 +1,11 @@
-"""A small batch through the kernels that relay runs on this device, compared with plain torch.
+"""Self-test: a small batch through the kernels that relay runs on a device, against plain torch.
 
-Done once per shape of layer when the engine starts. FlashAttention 2 once returned the LSE of
-grouped heads in another layout (vllm-project/flash-attention#87): outputs alone look right then,
-and merged ones are wrong without an error. Not yet run on a GPU.
+Once per layer shape, when the engine starts. FlashAttention 2 once returned the LSE of grouped
+heads in another layout (vllm-project/flash-attention#87): partial outputs look right then, and
+merged ones are wrong without an error.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -14,24 +14,27 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backends import flash_attn
 
-from vllm_relay.ops.planning.device_plan import DensePart, DevicePlan, Part
+from vllm_relay.backend.cuda_impl import attend
+from vllm_relay.ops import reference
+from vllm_relay.ops.planning.device_plan import DevicePlan
 from vllm_relay.ops.step.paged import paged_relay
+from vllm_relay.plan import DensePart, Part, Plan
 
-# Of values of about 1: two roundings of a partial to bfloat16 (2**-9 each), with room.
+# For values of about 1: two roundings of a partial to bfloat16 (2**-9 each), with room.
 OUT_LIMIT = 0.03
 LSE_LIMIT = 0.01
-# Blocks that a row shares with the rows of the same letter, then its own tokens. Groups of two
-# depths, out of order, and one that stands alone.
-ROWS = (("a", 5, 37), ("b", 3, 1), ("a", 5, 80), ("", 0, 50), ("a", 5, 1), ("b", 3, 16))
+# Requests: group, blocks shared with it, own tokens. Groups of two depths, out of order, and one
+# request alone.
+REQUESTS = (("a", 5, 37), ("b", 3, 1), ("a", 5, 80), ("", 0, 50), ("a", 5, 1), ("b", 3, 16))
 
 
-@dataclass(frozen=True)
-class Case:
-    """What the kernels depend on; names as in vLLM's FlashAttentionImpl and its builder.
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """What the kernels of a layer depend on; names as in vLLM's FlashAttentionImpl and builder.
 
     Attributes:
         max_seq_len: upper bound of lengths that calls are given. max_num_splits: as in full CUDA
-            graphs; 0 for none. dense: whether one group may be attended as dense KV.
+            graphs; 0: FlashAttention's choice. dense: one group may be attended as dense KV.
     """
 
     num_heads: int
@@ -46,18 +49,32 @@ class Case:
     dense: bool = False
 
 
-@cache
-def run(case: Case, device: torch.device) -> tuple[str, ...]:
-    """Try the kernels of a layer's shape on ``device``.
+def refusal(impl: Any, device: torch.device, **engine: Any) -> str | None:
+    """Why a layer, vLLM's FlashAttentionImpl, is not to be relayed: its kernels fail; or None.
 
-    Returns:
-        What is wrong, a line each; empty when all is well. An exception is a failure, too.
+    Args:
+        engine: the fields of `LayerShape` that the layer does not know.
     """
+    layer = LayerShape(
+        num_heads=impl.num_heads,
+        num_kv_heads=impl.num_kv_heads,
+        head_size=impl.head_size,
+        fa_version=impl.vllm_flash_attn_version,
+        softcap=float(impl.logits_soft_cap),
+        **engine,
+    )
+    failures = run(layer, device)
+    return f"kernels that fail their self-test ({'; '.join(failures)})" if failures else None
+
+
+@cache
+def run(layer: LayerShape, device: torch.device) -> tuple[str, ...]:
+    """Failures of the kernels of a layer shape on ``device``, a line each; an exception is one."""
     failures: list[str] = []
-    # One query per row and several, FlashAttention left alone and told how to split as in graphs.
-    for queries, repeat, splits in ((1, 1, 0), (3, 1, 0), (1, 8, case.max_num_splits)):
+    # One query per request and several; splits left to FlashAttention and given, as in graphs.
+    for queries, repeat, splits in ((1, 1, 0), (3, 1, 0), (1, 8, layer.max_num_splits)):
         try:
-            failures += _try(case, device, queries, ROWS * repeat, splits)
+            failures += _try(layer, device, queries, REQUESTS * repeat, splits)
         except Exception as error:
             failures.append(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
         if failures:
@@ -66,135 +83,135 @@ def run(case: Case, device: torch.device) -> tuple[str, ...]:
 
 
 def _try(
-    case: Case, device: torch.device, queries: int, rows: tuple[Any, ...], splits: int
+    layer: LayerShape, device: torch.device, queries: int, requests: tuple[Any, ...], splits: int
 ) -> list[str]:
-    generator = torch.Generator().manual_seed(len(rows) + queries)
-    size = case.block_size
-    lens = [shared * size + own + queries for _, shared, own in rows]
+    generator = torch.Generator().manual_seed(len(requests) + queries)
+    size = layer.block_size
+    lens = [shared * size + own + queries for _, shared, own in requests]
     columns = max(-(-n // size) for n in lens)
-    table, num_blocks = _blocks(rows, columns)
+    table, num_blocks = _block_table(requests, columns)
     # One row and one token of padding, as a CUDA graph has them.
     lens.append(0)
-    starts = [queries * row for row in range(len(rows) + 1)]
+    starts = [queries * row for row in range(len(requests) + 1)]
     starts.append(starts[-1])
     tokens = starts[-1] + 1
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, case.dtype)
+        return torch.randn(shape, generator=generator).to(device, layer.dtype)
 
-    q = normal(tokens, case.num_heads, case.head_size)
+    q = normal(tokens, layer.num_heads, layer.head_size)
     # Physically as vLLM's default: K and V of a token side by side.
-    cache = normal(num_blocks, size, case.num_kv_heads, 2 * case.head_size)
-    keys, values = cache.split(case.head_size, -1)
+    cache = normal(num_blocks, size, layer.num_kv_heads, 2 * layer.head_size)
+    keys, values = cache.split(layer.head_size, -1)
     block_table, seq_lens, query_start_loc = (
         torch.tensor(x, dtype=torch.int32, device=device) for x in (table, lens, starts)
     )
-    plan = DevicePlan(
+    planner = DevicePlan(
         max_rows=len(lens),
         max_tokens=tokens,
         max_blocks=columns,
         block_size=size,
-        dense=case.dense,
+        dense=layer.dense,
         device=device,
     )
-    step = plan.update(
+    plan = planner.update(
         block_table,
         seq_lens,
         query_start_loc,
         num_tokens=tokens,
         max_query_len=queries,
-        max_seq_len=max(*lens, case.max_seq_len),
+        max_seq_len=max(*lens, layer.max_seq_len),
     )
     failures: list[str] = []
 
-    def attend(
-        part: Part | DensePart, q: Tensor, keys: Tensor, values: Tensor, out: Tensor
+    def checked(
+        part: Part[Tensor] | DensePart[Tensor], q: Tensor, keys: Tensor, values: Tensor, out: Tensor
     ) -> Tensor:
-        lse: Tensor = flash_attn.flash_attn_varlen_func(
-            q=q,
-            k=keys,
-            v=values,
-            out=out,
-            cu_seqlens_q=part.query_start_loc,
-            max_seqlen_q=part.max_query_len,
-            max_seqlen_k=part.max_seq_len,
-            softmax_scale=case.head_size**-0.5,
-            causal=part.causal,
-            softcap=case.softcap,
-            fa_version=case.fa_version,
-            return_softmax_lse=True,
-            num_splits=splits,
-            **_keys_of(case, part, splits),
-        )[1]
-        name = "context attention" if part.causal else "system attention"
-        failures.extend(_wrong_part(case, name, part, (q, keys, values), out, lse))
+        lse = attend(
+            part,
+            q,
+            keys,
+            values,
+            out,
+            scale=layer.head_size**-0.5,
+            softcap=layer.softcap,
+            fa_version=layer.fa_version,
+        )
+        failures.extend(_wrong_partial(layer, part, (q, keys, values), out, lse))
         return lse
 
     out = torch.full_like(q, torch.nan)
-    paged_relay(q, keys, values, step, attend, out=out)
-    whole = Part(query_start_loc, seq_lens, block_table, queries, max(lens), causal=True)
-    exact = _exact(case, whole, q, keys, values)[0]
+    paged_relay(q, keys, values, _scheduled(plan, layer, splits), checked, out=out)
+    whole = replace(plan.context, seq_lens=seq_lens, block_table=block_table, max_seq_len=max(lens))
+    exact = _exact(layer, whole, q, keys, values)[0]
     failures += _wrong("relay attention", out[: starts[-1]], exact[: starts[-1]], OUT_LIMIT)
-    # Each letter's blocks, read once instead of by every row that has them.
-    shared = {letter: blocks for letter, blocks, _ in rows if letter}
-    readers = [letter for letter, _, _ in rows]
-    saved = sum((readers.count(letter) - 1) * n * size for letter, n in shared.items())
-    if plan.buffers.report[3].item() != saved:
+    # Each group's blocks, read once instead of by every member.
+    shared = {group: blocks for group, blocks, _ in requests if group}
+    readers = [group for group, _, _ in requests]
+    saved = sum((readers.count(group) - 1) * n * size for group, n in shared.items())
+    if planner.newest()[0].tokens_saved != saved:
         failures.append("the plan of a batch is not what its block table says")
     return failures
 
 
-def _keys_of(case: Case, part: Part | DensePart, splits: int) -> dict[str, Any]:
-    """Which keys a call attends to, with a schedule where vLLM would make one."""
-    if isinstance(part, DensePart):
-        return {"cu_seqlens_k": part.key_start_loc}
-    keys: dict[str, Any] = {"seqused_k": part.seq_lens, "block_table": part.block_table}
-    if case.fa_version == 3 and splits:
-        keys["scheduler_metadata"] = flash_attn.get_scheduler_metadata(
+def _scheduled(plan: Plan[Tensor], layer: LayerShape, splits: int) -> Plan[Tensor]:
+    """The plan with splits, and with schedules where vLLM would make them."""
+
+    def schedule(part: Part[Tensor]) -> Part[Tensor]:
+        if layer.fa_version != 3 or not splits:
+            return replace(part, num_splits=splits)
+        made = flash_attn.get_scheduler_metadata(
             batch_size=len(part.seq_lens),
             max_seqlen_q=part.max_query_len,
             max_seqlen_k=part.max_seq_len,
-            num_heads_q=case.num_heads,
-            num_heads_kv=case.num_kv_heads,
-            headdim=case.head_size,
+            num_heads_q=layer.num_heads,
+            num_heads_kv=layer.num_kv_heads,
+            headdim=layer.head_size,
             cache_seqlens=part.seq_lens,
-            qkv_dtype=case.dtype,
+            qkv_dtype=layer.dtype,
             cu_seqlens_q=part.query_start_loc,
-            page_size=case.block_size,
+            page_size=layer.block_size,
             causal=part.causal,
             window_size=(-1, -1),
             num_splits=splits,
         )
-    return keys
+        return replace(part, num_splits=splits, scheduler_metadata=made)
+
+    return replace(
+        plan,
+        levels=[schedule(part) for part in plan.levels],
+        context=schedule(plan.context),
+        dense=plan.dense and replace(plan.dense, num_splits=splits),
+    )
 
 
-def _blocks(rows: tuple[Any, ...], columns: int) -> tuple[list[list[int]], int]:
-    """Block table of the rows and one of padding, and how many blocks there are; 0 is none's."""
+def _block_table(requests: tuple[Any, ...], columns: int) -> tuple[list[list[int]], int]:
+    """Block table of the requests and a row of padding, and the number of blocks; 0 is unused."""
     shared: dict[str, list[int]] = {}
     table, fresh = [], 1
-    for letter, blocks, _ in rows:
-        if letter and letter not in shared:
-            shared[letter] = list(range(fresh, fresh + blocks))
+    for group, blocks, _ in requests:
+        if group and group not in shared:
+            shared[group] = list(range(fresh, fresh + blocks))
             fresh += blocks
         own = columns - blocks
-        table.append([*shared.get(letter, []), *range(fresh, fresh + own)])
+        table.append([*shared.get(group, []), *range(fresh, fresh + own)])
         fresh += own
     return [*table, [0] * columns], fresh
 
 
-def _wrong_part(
-    case: Case,
-    name: str,
-    part: Part | DensePart,
+def _wrong_partial(
+    layer: LayerShape,
+    part: Part[Tensor] | DensePart[Tensor],
     qkv: tuple[Tensor, Tensor, Tensor],
     out: Tensor,
     lse: Tensor,
 ) -> list[str]:
-    exact, exact_lse = _exact(case, part, *qkv)
+    name = "context attention" if part.causal else "system attention"
+    exact, exact_lse = _exact(layer, part, *qkv)
     if lse.shape != exact_lse.shape or lse.dtype != torch.float32:
         return [f"{name}: LSE is {lse.dtype} {list(lse.shape)}, not [heads, tokens] in float32"]
     seen = torch.isfinite(exact_lse)
-    # +inf is read as -inf: nothing was seen.
+    # +inf is read as -inf: nothing was attended.
     empty = ~torch.isinf(lse[~seen])
     attended = seen.T.unsqueeze(-1)
     failures = _wrong(f"{name}, LSE", lse[seen], exact_lse[seen], LSE_LIMIT)
@@ -215,30 +232,28 @@ def _wrong(name: str, got: Tensor, exact: Tensor, limit: float) -> list[str]:
 
 
 def _exact(
-    case: Case, part: Part | DensePart, q: Tensor, keys: Tensor, values: Tensor
+    layer: LayerShape,
+    part: Part[Tensor] | DensePart[Tensor],
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The call in plain torch and float64, sequence by sequence: out [T, Hq, D], lse [Hq, T]."""
-    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
-    lse = torch.full(q.shape[1::-1], -torch.inf, dtype=torch.float64, device=q.device)
-    starts = part.query_start_loc.tolist()
-    for row, (begin, end) in enumerate(pairwise(starts)):
-        if isinstance(part, DensePart):
-            first, last = part.key_start_loc[row : row + 2].tolist()
-            chosen = (keys[first:last], values[first:last])
-        else:
-            last = int(part.seq_lens[row])
-            ids = part.block_table[row, : -(-last // case.block_size)].long()
-            chosen = (keys[ids].flatten(0, 1)[:last], values[ids].flatten(0, 1)[:last])
-        if begin == end or not len(chosen[0]):
-            continue
-        group = case.num_heads // case.num_kv_heads
-        k, v = (x.double().repeat_interleave(group, 1) for x in chosen)
-        scores = torch.einsum("thd,shd->hts", q[begin:end].double(), k) * case.head_size**-0.5
-        if case.softcap:
-            scores = torch.tanh(scores / case.softcap) * case.softcap
-        if part.causal:
-            hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device)
-            scores.masked_fill_(hidden.triu(len(k) - (end - begin) + 1), -torch.inf)
-        lse[:, begin:end] = torch.logsumexp(scores, -1)
-        out[begin:end] = torch.einsum("hts,shd->thd", torch.softmax(scores, -1), v)
-    return out, lse
+    """The call in float64: out [T, Hq, D], lse [Hq, T]."""
+    if isinstance(part, DensePart):
+        # Dense keys are a cache of blocks of one token.
+        keys, values = keys[:, None], values[:, None]
+        lens = part.key_start_loc.diff()
+        columns = torch.arange(int(lens.max()), device=lens.device)
+        table = part.key_start_loc[:-1, None] + columns
+    else:
+        lens, table = part.seq_lens, part.block_table
+    return reference.context_attention(
+        q,
+        keys,
+        values,
+        table,
+        lens,
+        part.query_start_loc,
+        causal=part.causal,
+        softcap=layer.softcap,
+    )

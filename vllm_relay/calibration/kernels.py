@@ -8,7 +8,8 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_relay.calibration.probe import Probe
-from vllm_relay.ops.cpu.attention import call_for, fuse, make_results
+from vllm_relay.ops.attention.native import call_for, make_results
+from vllm_relay.ops.fusion.native import fuse
 from vllm_relay.ops.native import library as native
 from vllm_relay.ops.native.packed import PackedSegment
 from vllm_relay.ops.step.native import NativeStep

@@ -1,7 +1,6 @@
-"""The oracle: relay attention in plain torch and float64, slow and obviously right.
+"""The oracle: relay attention in plain torch and float64, on any device, slow and obviously right.
 
-Every function follows the definition, one row at a time, and shares no code with the ops. `dtype`
-sets the precision of all arithmetic and of the results.
+Shares no code with the ops. `dtype` sets the precision of all arithmetic and of the results.
 """
 
 from collections.abc import Sequence
@@ -17,6 +16,8 @@ def attention_lse(
     scale: float | None = None,
     *,
     causal: bool = False,
+    window: int | None = None,
+    softcap: float = 0.0,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Dense attention with its log-sum-exp.
@@ -26,26 +27,33 @@ def attention_lse(
         k, v: [S, Hkv, D]; Hkv divides Hq.
         scale: multiplies the scores; D ** -0.5 where None.
         causal: query i of T sees keys 0 .. S - T + i (aligned to the end); else it sees all.
+        window: query i does not see keys before S - T + i - window; None: no limit.
+        softcap: scores become softcap * tanh(score / softcap); 0: they do not.
 
     Returns:
         out [T, Hq, D] and lse [Hq, T] (natural logarithm), both in `dtype`. A query that sees no
         key has out 0 and lse -inf.
     """
-    tokens, q_heads, head_size = q.shape
+    tokens, heads, head_size = q.shape
     keys, kv_heads, _ = k.shape
-    scale = head_size**-0.5 if scale is None else scale
-    out = torch.zeros(tokens, q_heads, head_size, dtype=dtype)
-    lse = torch.full((q_heads, tokens), -torch.inf, dtype=dtype)
-    for t in range(tokens):
-        seen = max(0, keys - tokens + t + 1) if causal else keys
-        if seen == 0:
-            continue
-        for h in range(q_heads):
-            kv = h // (q_heads // kv_heads)
-            scores = k[:seen, kv].to(dtype) @ q[t, h].to(dtype) * scale
-            lse[h, t] = torch.logsumexp(scores, 0)
-            out[t, h] = torch.exp(scores - lse[h, t]) @ v[:seen, kv].to(dtype)
-    return out, lse
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    # Query head h reads KV head h // g.
+    grouped = q.unflatten(1, (kv_heads, heads // kv_heads))
+    scores = torch.einsum("thgd,shd->hgts", grouped, k)
+    scores *= head_size**-0.5 if scale is None else scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    key = torch.arange(keys, device=q.device)
+    last = torch.arange(tokens, device=q.device)[:, None] + keys - tokens
+    if causal:
+        scores = scores.masked_fill(key > last, -torch.inf)
+    if window is not None:
+        scores = scores.masked_fill(key < last - window, -torch.inf)
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.exp(scores - lse[..., None])
+    weights = weights.masked_fill(torch.isneginf(lse)[..., None], 0)
+    out = torch.einsum("hgts,shd->thgd", weights, v)
+    return out.reshape(tokens, heads, head_size), lse.reshape(heads, tokens)
 
 
 def context_attention(
@@ -57,20 +65,26 @@ def context_attention(
     query_start_loc: Tensor,
     scale: float | None = None,
     *,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float = 0.0,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """Paged causal attention; arguments as `vllm_relay.ops.context_attention`."""
-    outs, lses = [], []
-    block_size = k_cache.shape[1]
+    """Paged attention; arguments as `vllm_relay.ops.context_attention` and `attention_lse`.
+
+    A token of q that no request has gets out 0 and lse -inf.
+    """
+    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=dtype, device=q.device)
+    starts = query_start_loc.tolist()
     for row, length in enumerate(context_lens.tolist()):
-        start, end = query_start_loc[row : row + 2].tolist()
-        slots = [(int(block_table[row, i // block_size]), i % block_size) for i in range(length)]
-        k = torch.stack([k_cache[slot] for slot in slots]) if slots else k_cache[0, :0]
-        v = torch.stack([v_cache[slot] for slot in slots]) if slots else v_cache[0, :0]
-        out, lse = attention_lse(q[start:end], k, v, scale, causal=True, dtype=dtype)
-        outs.append(out)
-        lses.append(lse)
-    return torch.cat(outs), torch.cat(lses, dim=1)
+        part = slice(starts[row], starts[row + 1])
+        blocks = block_table[row, : -(-length // k_cache.shape[1])].long()
+        k, v = (cache[blocks].flatten(0, 1)[:length] for cache in (k_cache, v_cache))
+        out[part], lse[:, part] = attention_lse(
+            q[part], k, v, scale, causal=causal, window=window, softcap=softcap, dtype=dtype
+        )
+    return out, lse
 
 
 def relay_fusion(
@@ -80,8 +94,8 @@ def relay_fusion(
 
     A partial whose lse is -inf or +inf contributes nothing, whatever its out holds.
     """
-    tokens, heads, head_size = outs[0].shape
-    fused = torch.zeros(tokens, heads, head_size, dtype=dtype)
+    tokens, heads, _ = outs[0].shape
+    fused = torch.zeros(outs[0].shape, dtype=dtype, device=outs[0].device)
     for t in range(tokens):
         for h in range(heads):
             live = [i for i, lse in enumerate(lses) if not torch.isinf(lse[h, t])]

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_relay.ops import checks, providers
-from vllm_relay.ops.context import context_attention
+from vllm_relay.ops import checks
+from vllm_relay.ops.attention import context_attention, providers, system_attention
+from vllm_relay.ops.attention.providers import PagedContext
 from vllm_relay.ops.fusion import relay_fusion
-from vllm_relay.ops.system import system_attention
 
 _KV = "[B, L, Hkv, D]"
 _SHARED = "[B_i, S_i, Hkv, D]"
@@ -95,23 +95,21 @@ def _attend_level(
     """System attention of one level: its groups are runs of adjacent rows of flat [T, Hq, D]."""
     groups = len(lens)
     width = flat.shape[0] // groups
-    if (
-        groups > 1
-        and width > 0
-        and isinstance(shared_k, Tensor)
-        and isinstance(shared_v, Tensor)
-        and shared_k.shape[1] > 0
-        and providers.choose("system", flat, shared_k[0], shared_v[0]).name == "triton"
-    ):
-        from vllm_relay.ops.triton.system import paged_system_attention
-
-        # All groups in one launch: each is a sequence of one block.
-        index = torch.arange(groups + 1, dtype=torch.int32, device=flat.device)
-        used = torch.tensor(lens, dtype=torch.int32, device=flat.device)
-        return paged_system_attention(
-            flat, shared_k, shared_v, index[:groups, None], used, index * width,
-            scale, width, shared_k.shape[1],
-        )  # fmt: skip
+    if isinstance(shared_k, Tensor) and groups > 1 and width > 0 and shared_k.shape[1] > 0:
+        provider = providers.choose("system", flat, shared_k[0], shared_v[0]).implementation
+        attend = getattr(provider, "paged_system_attention", None)
+        if attend is not None:
+            # All groups in one launch: each has a cache of one block.
+            index = torch.arange(groups + 1, dtype=torch.int32, device=flat.device)
+            context = PagedContext(
+                block_table=index[:groups, None],
+                context_lens=torch.tensor(lens, dtype=torch.int32, device=flat.device),
+                query_start_loc=index * width,
+                max_query_len=width,
+                max_context_len=shared_k.shape[1],
+            )
+            out, lse = attend(flat, shared_k, shared_v, context, scale)
+            return out, lse
     parts = [
         system_attention(
             flat[j * width : (j + 1) * width], shared_k[j][:n], shared_v[j][:n], scale=scale

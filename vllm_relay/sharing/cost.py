@@ -19,6 +19,7 @@ parts. So predicted time is a sum over groups and requests, and good groups can 
 recursion.
 """
 
+import math
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -204,3 +205,27 @@ def predict(forest: Forest, shape: StepShape, costs: Costs) -> float:
     total += costs.reading(context, left).sum() + context.pair * (q @ left)
     total += costs.fusion * (q @ (partials[grouped] + 1))
     return float(total)
+
+
+def gpu_costs(kv_bytes_per_token: int, bandwidth: float, group_seconds: float = 20e-6) -> Costs:
+    """Costs of a GPU that is bound by its memory: estimates, not measurements.
+
+    Args:
+        kv_bytes_per_token: KV bytes of one token in one layer. bandwidth: bytes per second.
+        group_seconds: what a group's system attention, gather and share of fusion take per layer.
+    """
+    read = KernelCosts(read=kv_bytes_per_token / bandwidth)
+    # Per layer, a group reads its segment once: `call + first * tokens`.
+    system = KernelCosts(call=group_seconds, first=read.read)
+    return Costs(stock=read, context=read, system=system)
+
+
+def min_saved_tokens(costs: Costs) -> int:
+    """Fewest KV token reads that a group has to save per layer, so that it pays its call.
+
+    Raises:
+        ValueError: reading costs nothing.
+    """
+    if costs.stock.read <= 0:
+        raise ValueError(f"costs: expected a positive cost per read, got {costs.stock.read!r}")
+    return math.ceil(costs.system.call / costs.stock.read)

@@ -9,8 +9,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vllm_relay.ops.triton.attention import _attend_kernel, _tile
-from vllm_relay.ops.triton.merge import _merge_kernel
+from vllm_relay.ops.attention.triton import _tile
+from vllm_relay.ops.attention.triton_kernel import attend_kernel
+from vllm_relay.ops.fusion.triton import _merge_kernel
 
 # Bytes that a program may use; sm_86 and sm_89 have the least of those that run sm_80 code.
 SHARED = {80: 99 * 1024, 90: 227 * 1024}
@@ -73,7 +74,7 @@ def attend(
     ones |= {"out_strides": 3, "lse_strides": 2}
     constants = {"HEAD_SIZE": head_size, "HEADS_PER_KV": 4, "BLOCK_SIZE": block_size, **tile}
     constants |= {"CAUSAL": causal, "ONE_TILE": one_tile}
-    done = compiled(_attend_kernel, capability, signature, constants, ones, **options)
+    done = compiled(attend_kernel, capability, signature, constants, ones, **options)
     assert done.metadata.shared <= SHARED[capability], (constants, done.metadata.shared)
 
 

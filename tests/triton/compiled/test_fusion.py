@@ -5,8 +5,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from vllm_relay.ops.fusion.triton import _fuse_kernel
 from vllm_relay.ops.step.gather import _gather_kernel
-from vllm_relay.ops.triton.fusion import _relay_fusion_kernel
 
 
 def compile_fusion(capability: int, n: int, dtype: str, has_index: bool) -> None:
@@ -23,7 +23,7 @@ def compile_fusion(capability: int, n: int, dtype: str, has_index: bool) -> None
         "index_stride": "i32",
         "num_heads": "i32",
     }
-    at = {name: i for i, name in enumerate(_relay_fusion_kernel.arg_names)}
+    at = {name: i for i, name in enumerate(_fuse_kernel.arg_names)}
     ones = dict.fromkeys(
         [
             (at["out_strides"], 2),
@@ -34,7 +34,7 @@ def compile_fusion(capability: int, n: int, dtype: str, has_index: bool) -> None
     )
     constants = {"HEAD_SIZE": 96, "HAS_INDEX": has_index, "BLOCK_H": 16, "BLOCK_D": 128}
     source = ASTSource(
-        _relay_fusion_kernel,
+        _fuse_kernel,
         signature=signature | dict.fromkeys(constants, "constexpr"),
         constexprs=constants | ones,
     )

@@ -7,19 +7,33 @@ import torch
 
 from tests.unit.ops import inputs, test_context, test_system
 from vllm_relay.ops import reference
+from vllm_relay.ops.attention.providers import PagedContext
+
+
+def paged_arguments(step, queries, keys):
+    """q, caches and context of a provider, from the arguments of `context_attention`."""
+    *qkv, table, lens, starts = step
+    return *qkv, PagedContext(
+        block_table=table,
+        context_lens=lens,
+        query_start_loc=starts,
+        max_query_len=queries,
+        max_context_len=keys,
+    )
+
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("dtype", inputs.DTYPES, ids=str)
 def test_paged_groups_on_a_gpu_without_a_sync(dtype):
-    from vllm_relay.ops.triton.system import paged_system_attention
+    from vllm_relay.ops.attention.triton import paged_system_attention
 
     step = inputs.paged([600, 0, 1031], [70, 3, 41], heads=(32, 8), head_size=128, dtype=dtype)
     on_gpu = [test_context.like_here(x, "cuda") for x in step.args()]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        out, lse = paged_system_attention(*on_gpu, 128**-0.5, 70, 1031)
+        out, lse = paged_system_attention(*paged_arguments(on_gpu, 70, 1031), 128**-0.5)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     exact, exact_lse, stock = [], [], []
@@ -34,14 +48,14 @@ def test_paged_groups_on_a_gpu_without_a_sync(dtype):
 
 
 def test_a_captured_graph_follows_new_lengths():
-    from vllm_relay.ops.triton.context import context_attention
+    from vllm_relay.ops.attention.triton import context_attention
 
     first = inputs.paged([600, 17], [1, 1], heads=(32, 8), head_size=128, dtype=torch.bfloat16)
     lens = torch.tensor([300, 1], dtype=torch.int32)
     on_gpu = [test_context.like_here(x, "cuda") for x in first.args()]
 
     def attend():
-        return context_attention(*on_gpu, 128**-0.5, 1, 4096)
+        return context_attention(*paged_arguments(on_gpu, 1, 4096), 128**-0.5)
 
     attend()
     torch.cuda.synchronize()
@@ -55,7 +69,7 @@ def test_a_captured_graph_follows_new_lengths():
 
 
 def test_system_attention_of_many_tiles_on_a_gpu():
-    from vllm_relay.ops.triton.system import system_attention
+    from vllm_relay.ops.attention.triton import system_attention
 
     q, k, v = test_system.qkv(130, 2100, (32, 8), 128)
 

@@ -11,11 +11,14 @@ from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from benchmarks.harness.random_model import write_random_model
-from vllm_relay.backend import cuda
+from vllm_relay.backend import cuda, cuda_impl
 
 BLOCK = 16
 BLOCKS = 96
@@ -143,11 +146,16 @@ class Bench:
     def stock(self, step: Step, q: Tensor, layer: int = 0) -> Tensor:
         """The same from vLLM's own builder and forward."""
         common = step.common(self.buffers)
-        metadata = cuda.FlashAttentionMetadataBuilder.build(self.builder._twin(), 0, common)
+        metadata = stock_metadata(self.builder, common)
         out = torch.full_like(q, torch.nan)
         attention = self.layers[layer]
         FlashAttentionImpl.forward(attention.impl, attention, q, q, q, self.cache, metadata, out)
         return out
+
+
+def stock_metadata(builder: Any, common: CommonAttentionMetadata) -> Any:
+    """vLLM's own metadata of a step, from vLLM's own builder with a buffer of its own."""
+    return FlashAttentionMetadataBuilder.build(cuda_impl.copy_builder(builder), 0, common)
 
 
 def random_step(rng: np.random.Generator, queries: int = 1, padded: int = 0) -> Step:

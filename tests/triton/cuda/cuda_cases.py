@@ -43,4 +43,4 @@ def check(bench: Bench, step: Step, metadata, layer: int = 0) -> None:
 
 
 def relayed(metadata) -> bool:
-    return getattr(metadata, "relay", None) is not None and metadata.relay.shared
+    return getattr(metadata, "plan", None) is not None

@@ -1,13 +1,14 @@
 """The CUDA backend on CPU tensors: plans, forward passes and the self-test."""
 
-import copy
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from vllm.v1.attention.backends import flash_attn
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
 from tests import reference_flash
 from tests.triton.cuda.cuda_bench import (
@@ -18,12 +19,13 @@ from tests.triton.cuda.cuda_bench import (
     Step,
     make_config,
     random_step,
+    stock_metadata,
 )
 from tests.triton.cuda.cuda_cases import ALONE, CLOSE, SHARED, check, install, owned, relayed
 from tests.triton.on_device import OnDevice, let_triton_see, plain, seeing
 from vllm_relay import metrics
-from vllm_relay.backend import cuda, self_test
-from vllm_relay.ops.triton import fusion
+from vllm_relay.backend import cuda, cuda_history, self_test
+from vllm_relay.ops.fusion import triton as fusion
 
 
 @pytest.mark.parametrize("version", [2, 3, 4])
@@ -40,7 +42,7 @@ def test_relay_is_stock_attention(folder, monkeypatch, version, settings) -> Non
         step = random_step(rng)
         metadata = bench.build(step, capture=True)
         assert relayed(metadata)
-        shared += bench.builder._plan.newest()[0].groups
+        shared += bench.builder.device_plan.newest()[0].groups
         for layer in (0, 1):
             check(bench, step, metadata, layer)
     assert shared > 3
@@ -57,9 +59,10 @@ def test_a_captured_step_serves_all_that_follow(folder, dense) -> None:
     groups = []
     for _ in range(8):
         step = random_step(rng, padded=size)
-        assert bench.build(step).relay is not None
+        bench.build(step)
+        assert bench.builder.planned
         check(bench, step, captured)
-        groups.append(bench.builder._plan.newest()[0].groups)
+        groups.append(bench.builder.device_plan.newest()[0].groups)
     alone = Step(ALONE.rows, size)
     bench.build(alone)
     check(bench, alone, captured)
@@ -88,7 +91,7 @@ def test_mixed_steps_in_full_graphs_of_all(folder) -> None:
         [([5, 6, 70], 40, 2), ([5, 6, 71], 45, 1), ([72], 9, 5), ([5, 6, 73], 33, 1)], 4, tokens=9
     )
     bench.build(step)
-    assert bench.builder._plan.newest()[0].requests == 3
+    assert bench.builder.device_plan.newest()[0].requests == 3
     check(bench, step, captured)
     # Larger than any graph: vLLM's own.
     longer = Step([([5, 6, 70], 40, MAX_ROWS), ([5, 6, 71], 45, 1)])
@@ -97,16 +100,16 @@ def test_mixed_steps_in_full_graphs_of_all(folder) -> None:
 
 def test_outside_of_graphs_a_step_is_relayed_once_sharing_was_heard_of(folder) -> None:
     bench = Bench(make_config(folder, graphs="PIECEWISE"))
-    for _ in range(cuda.HEARD_AFTER):
+    for _ in range(cuda_history.HEARD_AFTER):
         assert not relayed(bench.build(SHARED))
     for _ in range(2):
         metadata = bench.build(SHARED)
         assert relayed(metadata)
         check(bench, SHARED, metadata)
-    for _ in range(cuda.HEARD_AFTER):
+    for _ in range(cuda_history.HEARD_AFTER):
         bench.build(ALONE)
     planned = []
-    for _ in range(2 * cuda.PROBE_STEPS):
+    for _ in range(2 * cuda_history.PROBE_STEPS):
         metadata = bench.build(ALONE)
         assert not relayed(metadata)
         planned.append(bench.builder.planned)
@@ -115,7 +118,7 @@ def test_outside_of_graphs_a_step_is_relayed_once_sharing_was_heard_of(folder) -
     waited = 0
     while not relayed(metadata := bench.build(SHARED)):
         waited += 1
-    assert waited <= cuda.PROBE_STEPS + cuda.HEARD_AFTER
+    assert waited <= cuda_history.PROBE_STEPS + cuda_history.HEARD_AFTER
     check(bench, SHARED, metadata)
 
 
@@ -129,7 +132,7 @@ def test_batches_that_could_not_save_enough_have_no_relay_in_their_graph(folder)
 
 def test_steps_left_to_vllm(bench) -> None:
     def plain(metadata) -> bool:
-        return type(metadata) is cuda.FlashAttentionMetadata
+        return type(metadata) is FlashAttentionMetadata
 
     assert plain(bench.build(Step(SHARED.rows[:1])))
     assert plain(bench.build(Step([(b, n, 2) for b, n, _ in SHARED.rows])))
@@ -143,19 +146,19 @@ def test_steps_left_to_vllm(bench) -> None:
 def test_a_group_whose_blocks_follow_one_another_is_dense(folder, monkeypatch) -> None:
     bench = Bench(make_config(folder, dense=True))
     metadata = bench.build(SHARED, capture=True)
-    paged = metadata.relay.paged
+    plan = metadata.plan
     # Blocks 5, 6, 7 do; 9, 8 do not. The first sequence stands for what lies before block 5.
-    assert paged.dense.key_start_loc.tolist() == [0, 5 * 16, 8 * 16]
-    assert paged.dense.query_start_loc.tolist() == [0, 0, 3]
-    assert paged.levels[0].seq_lens.tolist()[:3] == [0, 2 * 16, 0]
-    assert (paged.index[1] >= 0).tolist() == [True, False, True, False, False, True]
+    assert plan.dense.key_start_loc.tolist() == [0, 5 * 16, 8 * 16]
+    assert plan.dense.query_start_loc.tolist() == [0, 0, 3]
+    assert plan.levels[0].seq_lens.tolist()[:3] == [0, 2 * 16, 0]
+    assert (plan.index[1] >= 0).tolist() == [True, False, True, False, False, True]
     check(bench, SHARED, metadata)
-    paged.dense.key_start_loc[1] += 1
+    plan.dense.key_start_loc[1] += 1
     with pytest.raises(AssertionError):
         check(bench, SHARED, metadata)
     alone = Step(ALONE.rows, len(SHARED.rows))
     bench.build(alone)
-    assert not paged.dense.key_start_loc.any() and not paged.dense.query_start_loc.any()
+    assert not plan.dense.key_start_loc.any() and not plan.dense.query_start_loc.any()
     check(bench, alone, metadata)
 
 
@@ -164,7 +167,7 @@ def test_a_cache_of_scattered_blocks_has_no_dense_view(folder) -> None:
     # Heads outside of tokens, as some connectors ask for.
     bench.set_cache(bench.cache.contiguous())
     metadata = bench.build(SHARED, capture=True)
-    assert metadata.relay.paged.dense is None
+    assert metadata.plan.dense is None
     check(bench, SHARED, metadata)
 
 
@@ -197,19 +200,19 @@ def test_ranks_decide_alike_whenever_their_plans_arrive(folder, monkeypatch) -> 
     heard, planned = [], []
     bench = Bench(make_config(folder, graphs="PIECEWISE"))
     bench.build(SHARED)
-    report = bench.builder._plan.report
+    report = bench.builder.device_plan.report
     monkeypatch.setattr(
-        bench.builder._plan,
+        bench.builder.device_plan,
         "report",
-        lambda n: heard.append((bench.builder._builds, n)) or report(n),
+        lambda n: heard.append((bench.builder.history.step, n)) or report(n),
     )
     # It writes a line to the log now and then, for which it looks at the newest.
-    monkeypatch.setattr(metrics, "hear_device", lambda last: None)
+    monkeypatch.setattr(metrics, "log_sharing", lambda last: None)
     planned.append(1)
     for step in range(2, 8):
         bench.build(SHARED)
         planned += [step] * bench.builder.planned
-    assert [now - planned[n] for now, n in heard] == [cuda.HEARD_AFTER] * len(heard)
+    assert [now - planned[n] for now, n in heard] == [cuda_history.HEARD_AFTER] * len(heard)
     assert len(heard) >= 3
 
 
@@ -217,7 +220,7 @@ def test_metadata_of_the_whole_step_is_vllms_own(bench) -> None:
     """For layers of the group that relay leaves to vLLM."""
     metadata = bench.build(SHARED, capture=True)
     common = SHARED.common(bench.buffers)
-    want = cuda.FlashAttentionMetadataBuilder.build(bench.builder._twin(), 0, common)
+    want = stock_metadata(bench.builder, common)
     for name, value in vars(want).items():
         got = getattr(metadata, name)
         same = torch.equal(got, value) if isinstance(value, torch.Tensor) else got == value
@@ -226,11 +229,15 @@ def test_metadata_of_the_whole_step_is_vllms_own(bench) -> None:
     check(bench, SHARED, metadata, layer=1)
 
 
+def _without_schedule(step) -> None:
+    step.levels[0] = replace(step.levels[0], scheduler_metadata=None)
+
+
 # Errors in what the kernels are given; the tests above must see each of them.
 def _break_cu_seqlens(step) -> None:
     starts = step.levels[0].query_start_loc
     starts[1] -= 1
-    step.levels[0].scheduler_metadata = None
+    _without_schedule(step)
 
 
 def _break_the_order(step) -> None:
@@ -245,7 +252,7 @@ def _break_the_shift(step) -> None:
 
 def _break_the_lengths(step) -> None:
     step.levels[0].seq_lens[0] -= 1
-    step.levels[0].scheduler_metadata = None
+    _without_schedule(step)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +261,7 @@ def _break_the_lengths(step) -> None:
 def test_a_planted_error_in_the_plan_is_seen(bench, plant) -> None:
     metadata = bench.build(SHARED, capture=True)
     check(bench, SHARED, metadata)
-    plant(metadata.relay.paged)
+    plant(metadata.plan)
     with pytest.raises(AssertionError):
         check(bench, SHARED, metadata)
 
@@ -276,12 +283,12 @@ def test_a_wrong_way_back_to_the_order_of_the_batch_is_seen(bench, monkeypatch) 
 def test_a_partial_of_nothing_that_is_read_is_seen(bench, monkeypatch) -> None:
     # A level whose only sequence of keys is empty: its partial is -inf, and it holds NaN.
     metadata = bench.build(SHARED, capture=True)
-    part = copy.copy(metadata.relay.paged.levels[0])
-    part.seq_lens, part.scheduler_metadata = torch.zeros_like(part.seq_lens), None
-    paged = copy.copy(metadata.relay.paged)
-    object.__setattr__(paged, "levels", [*paged.levels, part])
-    object.__setattr__(paged, "index", paged.index.expand(2, -1).contiguous())
-    object.__setattr__(metadata.relay, "paged", paged)
+    plan = metadata.plan
+    part = plan.levels[0]
+    empty = replace(part, seq_lens=torch.zeros_like(part.seq_lens), scheduler_metadata=None)
+    metadata.plan = replace(
+        plan, levels=[*plan.levels, empty], index=plan.index.expand(2, -1).contiguous()
+    )
 
     def forward(dead: float) -> torch.Tensor:
         def attend(**kwargs):
@@ -348,7 +355,7 @@ def test_kernels_that_fail_their_self_test_leave_the_layer_to_vllm(
 def test_layers_that_the_split_does_not_cover(folder, attention, reason) -> None:
     bench = Bench(make_config(folder), **attention)
     assert bench.layers[0].impl.refusal == reason
-    assert type(bench.build(SHARED, capture=True)) is cuda.FlashAttentionMetadata
+    assert type(bench.build(SHARED, capture=True)) is FlashAttentionMetadata
 
 
 def test_a_soft_cap_is_covered(folder) -> None:
@@ -379,14 +386,14 @@ def test_engines_that_relay_leaves_alone(folder, change) -> None:
     config = make_config(folder)
     change(config)
     bench = Bench(config)
-    assert type(bench.build(SHARED, capture=True)) is cuda.FlashAttentionMetadata
+    assert type(bench.build(SHARED, capture=True)) is FlashAttentionMetadata
     assert any("not used" in line for line in metrics._said)
 
 
 def test_batch_invariance_is_left_alone(folder, monkeypatch) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     bench = Bench(make_config(folder))
-    assert type(bench.build(SHARED, capture=True)) is cuda.FlashAttentionMetadata
+    assert type(bench.build(SHARED, capture=True)) is FlashAttentionMetadata
 
 
 def test_counters(bench) -> None:
@@ -414,17 +421,18 @@ def test_the_host_reads_nothing(bench, monkeypatch) -> None:
         monkeypatch.setattr(flash_attn, function.__name__, seeing(function))
     let_triton_see(monkeypatch)
     bench.build(SHARED)  # makes the plan's buffers
-    buffers = bench.builder._plan.buffers
+    buffers = bench.builder.device_plan.buffers
     for name, value in vars(buffers).items():
         object.__setattr__(buffers, name, value.as_subclass(OnDevice))
     common = SHARED.common(bench.buffers)
     names = ("block_table_tensor", "seq_lens", "query_start_loc")
     common = common.replace(**{name: getattr(common, name).as_subclass(OnDevice) for name in names})
+    bench.builder.build(0, common)
     for metadata in (
         bench.builder.build(0, common),
         bench.builder.build_for_cudagraph_capture(common),
     ):
-        assert isinstance(metadata.relay.paged.context.seq_lens, OnDevice)
+        assert isinstance(metadata.plan.context.seq_lens, OnDevice)
         q = bench.queries(owned(SHARED))
         got = bench.forward(metadata, q.as_subclass(OnDevice))
         torch.testing.assert_close(plain(got), bench.stock(SHARED, q), **CLOSE)
@@ -439,4 +447,4 @@ def test_stale_ids_of_the_step_before_are_never_read(bench) -> None:
     bench.build(short)
     bench.cache[1:14] = torch.nan
     check(bench, short, captured)
-    assert int(bench.builder._plan.buffers.context_table.max()) < BLOCKS
+    assert int(bench.builder.device_plan.buffers.context_table.max()) < BLOCKS

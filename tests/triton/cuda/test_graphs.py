@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu import cudagraph_utils
 
 from tests.triton.cuda.cuda_bench import Bench, Step, make_config, random_step
 from tests.triton.cuda.cuda_cases import ALONE, CLOSE, SHARED, owned, relayed
-from vllm_relay.backend import cuda
+from vllm_relay.backend import cuda_history
 from vllm_relay.backend.cuda_graphs import graphs
 
 
@@ -113,11 +113,11 @@ def test_runner_v2_replays_graphs_without_relay_where_nothing_is_shared(folder, 
     assert set(manager.graphs) == set(manager._relay_plain_graphs) == {Desc(8), Desc(4), Desc(1)}
     assert list(manager._capture_descs) == [CUDAGraphMode.FULL]
     shared, alone = Step(SHARED.rows, 8), Step(ALONE.rows, 8)
-    steps = cuda.PROBE_STEPS + cuda.HEARD_AFTER + 2
+    steps = cuda_history.PROBE_STEPS + cuda_history.HEARD_AFTER + 2
     relays = [replay(manager, bench, replays, shared) for _ in range(steps)]
     assert not relays[0] and all(relays[-2:])
     relays = [replay(manager, bench, replays, alone) for _ in range(4)]
-    assert relays == [True] * cuda.HEARD_AFTER + [False] * (4 - cuda.HEARD_AFTER)
+    assert relays == [True] * cuda_history.HEARD_AFTER + [False] * (4 - cuda_history.HEARD_AFTER)
     rng = np.random.default_rng(4)
     relays = []
     for _ in range(24):

@@ -6,13 +6,20 @@ import torch
 from tests.unit.ops import inputs
 from tests.unit.ops.test_context import LAYOUTS, MIXED, check
 from vllm_relay.ops import providers
-from vllm_relay.ops.triton import attention, context
+from vllm_relay.ops.attention import triton as attention
+from vllm_relay.ops.attention.providers import PagedContext
 
 
-def attend(q, k_cache, v_cache, block_table, context_lens, query_start_loc):
-    queries, keys = int(query_start_loc.diff().max()), int(context_lens.max())
-    step = (block_table, context_lens, query_start_loc)
-    return context.context_attention(q, k_cache, v_cache, *step, q.shape[-1] ** -0.5, queries, keys)
+def attend(q, k_cache, v_cache, block_table, context_lens, query_start_loc, most=None):
+    queries, keys = most or (int(query_start_loc.diff().max()), int(context_lens.max()))
+    context = PagedContext(
+        block_table=block_table,
+        context_lens=context_lens,
+        query_start_loc=query_start_loc,
+        max_query_len=queries,
+        max_context_len=keys,
+    )
+    return attention.context_attention(q, k_cache, v_cache, context, q.shape[-1] ** -0.5)
 
 
 @pytest.mark.parametrize("dtype", inputs.DTYPES, ids=str)
@@ -57,11 +64,7 @@ def test_one_block_per_row():
 def test_lengths_are_upper_bounds():
     # A captured graph is replayed with shorter rows than it was launched for.
     step = inputs.paged([33, 0, 50], [2, 0, 3])
-
-    def loose(q, k_cache, v_cache, *tables):
-        return context.context_attention(q, k_cache, v_cache, *tables, 0.125, 64, 4096)
-
-    check(step, loose)
+    check(step, lambda *args: attend(*args, most=(64, 4096)))
 
 
 def test_padded_rows_and_tokens_read_nothing():

@@ -12,10 +12,9 @@ import triton.language as tl
 from tests.triton.on_device import OnDevice, let_triton_see
 from tests.unit.sharing.oracle import check_rows
 from tests.unit.sharing.simulated_pool import BLOCK_SIZE, MAX_COLUMNS, MAX_RUNNING, SimulatedPool
-from vllm_relay.ops.planning import group_kernels as plan_groups
-from vllm_relay.ops.planning import kernels
+from vllm_relay.ops.planning import group_kernels, launch
 from vllm_relay.ops.planning.device_plan import DevicePlan
-from vllm_relay.ops.step.paged import PagedStep
+from vllm_relay.plan import Plan
 from vllm_relay.sharing import Forest, Group, Segment, find_forest
 
 STALE = 1_000_003
@@ -43,16 +42,16 @@ def new_plan(batch: Batch, **kwargs) -> DevicePlan:
         max_blocks=columns + 2, block_size=batch.block_size, device="cpu", **sizes, **kwargs
     )
     for name in (
-        "cu_tokens", "segment_lens", "index", "context_lens", "depth", "leader", "common", "run",
-        "dense",
+        "cu_tokens", "segment_lens", "index", "context_lens", "depth", "leader", "common",
+        "consecutive", "dense",
     ):  # fmt: skip
         getattr(plan.buffers, name).fill_(7)
-    for name in ("best", "hashes", "segment_table", "context_table"):
+    for name in ("score", "hashes", "segment_table", "context_table"):
         getattr(plan.buffers, name).fill_(STALE)
     return plan
 
 
-def update(plan: DevicePlan, batch: Batch, padding: int = 2) -> PagedStep:
+def update(plan: DevicePlan, batch: Batch, padding: int = 2) -> Plan:
     table = torch.full((len(batch.table), batch.table.shape[1] + 1), STALE, dtype=torch.int32)
     table[:, :-1] = torch.from_numpy(batch.table)
     starts = np.concatenate([[0], batch.query_lens.cumsum()]).astype(np.int32)
@@ -66,7 +65,7 @@ def update(plan: DevicePlan, batch: Batch, padding: int = 2) -> PagedStep:
     )
 
 
-def groups_of(step: PagedStep, batch: Batch) -> list[list[tuple[list[int], list[int]]]]:
+def groups_of(step: Plan, batch: Batch) -> list[list[tuple[list[int], list[int]]]]:
     """Per level the members and blocks of each group; checks what an attention call relies on."""
     owner = np.repeat(np.arange(len(batch.table)), batch.query_lens)
     levels = []
@@ -101,7 +100,7 @@ def groups_of(step: PagedStep, batch: Batch) -> list[list[tuple[list[int], list[
     return levels
 
 
-def dense_group(step: PagedStep, tokens: np.ndarray, block_size: int) -> list[int]:
+def dense_group(step: Plan, tokens: np.ndarray, block_size: int) -> list[int]:
     """The blocks of the dense group, which has to have these tokens; none: there is no group."""
     (gap, first, end), queries = step.dense.key_start_loc.tolist(), step.dense.query_start_loc
     dense = step.index[-1].numpy()
@@ -292,31 +291,31 @@ def test_savings_are_close_to_the_best_choice() -> None:
 
 def test_long_tables_and_many_rows() -> None:
     # More rows and columns than a program holds at once.
-    rows, columns = 2 * 8 + 3, 3 * kernels.CHUNK_COLUMNS + 5
+    rows, columns = 2 * 8 + 3, 3 * launch.CHUNK_COLUMNS + 5
     table = np.arange(1, rows * columns + 1).reshape(rows, columns).astype(np.int32)
     for column, members in ((columns - 2, range(0, 8)), (300, range(8, 18))):
         table[members, :column] = table[members[0], :column]
     batch = Batch(table, np.full(rows, columns * 4), np.ones(rows, dtype=np.int64))
     plan = new_plan(batch)
-    chunk = kernels.CHUNK_ROWS
+    chunk = launch.CHUNK_ROWS
     try:
-        kernels.CHUNK_ROWS = 8
+        launch.CHUNK_ROWS = 8
         (found,) = check(plan, batch)
     finally:
-        kernels.CHUNK_ROWS = chunk
+        launch.CHUNK_ROWS = chunk
     assert [(len(rows), len(blocks)) for rows, blocks in found] == [(8, columns - 2), (10, 300)]
 
 
 def test_a_chance_match_of_hashes_changes_nothing_but_the_choice() -> None:
     batch = random_batch(np.random.default_rng(3))
     plan = new_plan(batch)
-    mix = plan_groups._mix
+    mix = group_kernels._mix
     try:
         # All prefixes of a length have one hash: only the count of common blocks is left.
-        kernels.sign_kernel.fn.__globals__["_mix"] = _constant
+        group_kernels.hash_prefixes_kernel.fn.__globals__["_mix"] = _constant
         check(plan, batch)
     finally:
-        kernels.sign_kernel.fn.__globals__["_mix"] = mix
+        group_kernels.hash_prefixes_kernel.fn.__globals__["_mix"] = mix
 
 
 @triton.jit
@@ -431,7 +430,7 @@ def test_the_host_reads_nothing(monkeypatch) -> None:
         max_seq_len=99,
     )
     assert isinstance(step.index, OnDevice)
-    # sign, match and score per level, settle
+    # hash_prefixes, match_leaders and score_groups per level, lay_out
     assert len(launches) == 2 + 2 * 2
     assert plan.newest()[0].groups > 0
 

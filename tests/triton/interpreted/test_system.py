@@ -8,12 +8,13 @@ import torch
 from tests.unit.ops import inputs
 from tests.unit.ops.test_system import check, qkv
 from vllm_relay.ops import providers, reference, relay_attention, system_attention
-from vllm_relay.ops.triton import attention, system
+from vllm_relay.ops.attention import triton as attention
+from vllm_relay.ops.attention.providers import PagedContext
 
 
 def attend(q, k, v, scale=None):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return system.system_attention(q, k, v, scale)
+    return attention.system_attention(q, k, v, scale)
 
 
 def set_splits(monkeypatch, splits):
@@ -84,7 +85,15 @@ def groups(cu_tokens, segment_lens, *, tokens, head_size=64, dtype=torch.float32
 
 def check_groups(step, max_tokens, max_len):
     q = step.q
-    out, lse = system.paged_system_attention(*step.args(), q.shape[-1] ** -0.5, max_tokens, max_len)
+    context = PagedContext(
+        block_table=step.block_table,
+        context_lens=step.context_lens,
+        query_start_loc=step.query_start_loc,
+        max_query_len=max_tokens,
+        max_context_len=max_len,
+    )
+    caches = (step.k_cache, step.v_cache)
+    out, lse = attention.paged_system_attention(q, *caches, context, q.shape[-1] ** -0.5)
     exact = torch.zeros(q.shape, dtype=torch.float64)
     exact_lse = torch.full((q.shape[1], q.shape[0]), -inputs.INF, dtype=torch.float64)
     stock = torch.zeros_like(q)
@@ -123,25 +132,6 @@ def test_groups_in_any_layout(layout, dtype):
     check_groups(step, 50, 70)
 
 
-@pytest.mark.parametrize(
-    ("name", "field", "spoil"),
-    [
-        ("q", "q", lambda x: x.double()),
-        ("k_cache", "k_cache", lambda x: x.half()),
-        ("v_cache", "v_cache", lambda x: x[1:]),
-        ("block_table", "block_table", lambda x: x[:1]),
-        ("segment_lens", "context_lens", lambda x: x.float()),
-        ("segment_lens", "context_lens", lambda x: torch.stack([x, x], 1)[:, 0]),
-        ("cu_tokens", "query_start_loc", lambda x: x[:2]),
-    ],
-)
-def test_bad_arguments(name, field, spoil):
-    step = groups([0, 2, 3], [20, 30], tokens=3)
-    setattr(step, field, spoil(getattr(step, field)))
-    with pytest.raises(ValueError, match=rf"^{name}: "):
-        system.paged_system_attention(*step.args(), 0.125, 2, 30)
-
-
 def test_a_level_of_relay_attention_is_one_launch(monkeypatch):
     # 6 rows of 2 queries; a level of 1 shared row, one of 3 with lengths of their own.
     q = inputs.normal(6, 2, 6, 64, seed=1)
@@ -154,9 +144,9 @@ def test_a_level_of_relay_attention_is_one_launch(monkeypatch):
 
     want = attend()
     calls = []
-    stock = system.paged_system_attention
+    stock = attention.paged_system_attention
     monkeypatch.setattr(
-        system, "paged_system_attention", lambda *args: calls.append(1) or stock(*args)
+        attention, "paged_system_attention", lambda *args: calls.append(1) or stock(*args)
     )
     with providers.use("system", "triton"):
         got = attend()

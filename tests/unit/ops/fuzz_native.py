@@ -16,7 +16,8 @@ import torch
 
 from tests.unit.ops import inputs
 from vllm_relay.ops import context_attention, providers, reference, system_attention
-from vllm_relay.ops.cpu.attention import context_sequences, fuse
+from vllm_relay.ops.attention.native import context_sequences
+from vllm_relay.ops.fusion.native import fuse
 from vllm_relay.ops.native import library as native
 from vllm_relay.ops.native.packed import PackedSegment
 from vllm_relay.ops.step.native import StepAttention

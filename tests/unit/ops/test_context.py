@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.ops import inputs
-from tests.unit.ops.test_system import skip_unless_usable
-from vllm_relay.ops import context_attention, providers, reference
+from tests.unit.ops.test_system import check as check_system
+from tests.unit.ops.test_system import qkv, skip_unless_usable
+from vllm_relay.ops import context_attention, providers, reference, system_attention
+from vllm_relay.ops.attention import torch as plain
 
 LAYOUTS = ["tokens", "heads", "turned", "packed"]
 
@@ -88,11 +90,35 @@ def test_mixed_rows(context_lens, query_lens, layout):
     check(step)
 
 
-def test_more_blocks_than_the_scratch_holds(monkeypatch):
-    monkeypatch.setattr("vllm_relay.ops.cpu.context._SCRATCH_BYTES", 1)
-    monkeypatch.setattr("vllm_relay.ops.context_plan._PAIRS_PER_BATCH", 4)
-    monkeypatch.setattr("vllm_relay.ops.context_plan._QUERY_CHUNK", 2)
-    check(inputs.paged([40, 100, 3, 16], [3, 1, 2, 1], layout="turned"))
+@pytest.mark.parametrize("dtype", inputs.DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_plain_torch_provider(layout, dtype):
+    with providers.use("context", "torch"):
+        check(inputs.paged([33, 0, 50, 7], [2, 1, 5, 1], layout=layout, dtype=dtype))
+        for context_lens, query_lens in MIXED:
+            check(inputs.paged(context_lens, query_lens, dtype=dtype))
+
+
+def test_a_long_prefill_is_attended_in_chunks_of_queries(monkeypatch):
+    held = []
+    stock = torch.logsumexp
+    monkeypatch.setattr(plain, "_MOST_SCORES", 3 * 6 * 100)
+
+    def attend(op, *args):
+        def logsumexp(scores, dim):
+            held.append(scores.numel())
+            return stock(scores, dim)
+
+        with providers.use(op.__name__.split("_")[0], "torch"), monkeypatch.context() as patch:
+            patch.setattr(torch, "logsumexp", logsumexp)
+            return op(*args)
+
+    step = inputs.paged([40, 100, 3, 16], [30, 70, 2, 1])
+    check(step, lambda *args: attend(context_attention, *args))
+    assert max(held) == 3 * 6 * 100
+    held.clear()
+    check_system(*qkv(37, 100), lambda *args: attend(system_attention, *args))
+    assert max(held) == 3 * 6 * 100
 
 
 @settings(max_examples=25, deadline=None)
@@ -160,10 +186,10 @@ BAD = {
 @pytest.mark.parametrize(("name", "field", "spoil"), BAD.values(), ids=BAD.keys())
 def test_bad_arguments(name, field, spoil, monkeypatch):
     # Found before any provider is called: a kernel would read out of bounds.
-    def kernel(*_):
+    def called(*_):
         raise AssertionError("called")
 
-    monkeypatch.setattr(providers, "choose", lambda *_: providers.Provider("", kernel, None))
+    monkeypatch.setattr(providers, "choose", called)
     step = inputs.paged([20, 33], [1, 2])
     setattr(step, field, spoil(getattr(step, field)))
     with pytest.raises(ValueError, match=rf"^{name}: "):

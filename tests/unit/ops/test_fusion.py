@@ -7,12 +7,23 @@ from hypothesis import strategies as st
 
 from tests.unit.ops import inputs
 from vllm_relay.ops import context_attention, reference, relay_fusion, system_attention
+from vllm_relay.ops.fusion import native
+from vllm_relay.ops.native import library
+
+
+@pytest.fixture(params=["native", "torch"])
+def kernel(request, monkeypatch):
+    """Each of the two that run on the CPU."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "usable", lambda *_: False)
+    elif isinstance(library.library(), str):
+        pytest.skip(library.library())
 
 
 @pytest.mark.parametrize("dtype", inputs.DTYPES, ids=str)
 @pytest.mark.parametrize("head_size", [32, 80, 96, 112, 256])
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
-def test_against_oracle(n, head_size, dtype):
+def test_against_oracle(n, head_size, dtype, kernel):
     outs, lses = inputs.partials(n, 7, 5, head_size, dtype)
     inputs.assert_fused(relay_fusion(outs, lses), reference.relay_fusion(outs, lses))
 
@@ -20,7 +31,7 @@ def test_against_oracle(n, head_size, dtype):
 @pytest.mark.parametrize("dtype", inputs.DTYPES, ids=str)
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("dead", [-inputs.INF, inputs.INF])
-def test_empty_partials(n, dead, dtype):
+def test_empty_partials(n, dead, dtype, kernel):
     outs, lses = inputs.partials(n, 6, 4, 64, dtype)
     for i in range(n):
         lses[i][:, i] = dead
@@ -33,7 +44,7 @@ def test_empty_partials(n, dead, dtype):
     assert torch.equal(got[5, 0], torch.zeros(64, dtype=dtype))
 
 
-def test_nan_lse_is_not_hidden():
+def test_nan_lse_is_not_hidden(kernel):
     outs, lses = inputs.partials(2, 3, 2, 32, torch.float32)
     lses[0][1, 2] = inputs.NAN
     lses[1][0, 0] = -inputs.INF
@@ -42,7 +53,7 @@ def test_nan_lse_is_not_hidden():
     assert int(got.isnan().any(-1).sum()) == 1
 
 
-def test_given_out():
+def test_given_out(kernel):
     outs, lses = inputs.partials(2, 5, 3, 64, torch.bfloat16)
     wide = torch.full((5, 4, 80), inputs.NAN, dtype=torch.bfloat16)
     out = wide[:, 1:, 8:72]
@@ -55,7 +66,7 @@ def test_given_out():
 
 @pytest.mark.parametrize("dtype", inputs.DTYPES, ids=str)
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_out_may_be_a_partial(which, dtype):
+def test_out_may_be_a_partial(which, dtype, kernel):
     outs, lses = inputs.partials(3, 5, 3, 64, dtype)
     lses[which][:, 0] = -inputs.INF
     outs[which][0] = inputs.NAN
@@ -66,7 +77,7 @@ def test_out_may_be_a_partial(which, dtype):
     inputs.assert_fused(relay_fusion(outs, lses, out=outs[which]), exact)
 
 
-def test_inputs_are_left_alone():
+def test_inputs_are_left_alone(kernel):
     outs, lses = inputs.partials(2, 5, 3, 64, torch.float32)
     lses[0][:, 1] = inputs.INF
     before = [x.clone() for x in (*outs, *lses)]

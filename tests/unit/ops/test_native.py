@@ -12,7 +12,7 @@ import torch
 
 from tests.unit.ops import fuzz_native, inputs, sanitized
 from vllm_relay.ops import context_attention, providers, reference, system_attention
-from vllm_relay.ops.cpu import attention
+from vllm_relay.ops.attention import native as attention
 from vllm_relay.ops.native import library as native
 
 pytestmark = pytest.mark.skipif(
@@ -68,7 +68,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_sanitizers_catch_a_read_beyond_a_tensor(library: Path) -> None:
     script = (
         "import numpy as np, torch\n"
-        "from vllm_relay.ops.cpu import attention\n"
+        "from vllm_relay.ops.attention import native as attention\n"
         "from vllm_relay.ops.native import library as native\n"
         f"lib = native.Library({str(library)!r}); native.library = lambda: lib\n"
         "q, k = torch.ones(1, 1, 32), torch.ones(64, 1, 32)\n"
@@ -145,7 +145,7 @@ def test_any_nan_stays_one(isa: str) -> None:
 
 def test_calls_that_the_kernels_cannot_take_use_pytorch() -> None:
     q, k, v = (torch.randn(n, 2, 24) for n in (3, 10, 10))
-    assert providers.choose("system", q, k, v).name == "cpu"
+    assert providers.choose("system", q, k, v).name == "torch"
     with providers.use("system", "native"), pytest.raises(ValueError, match="multiple of 16"):
         system_attention(q, k, v)
     assert (

@@ -6,8 +6,10 @@ the numbers. Their own kernels are tested in test_system.py and test_context.py,
 
 import importlib.machinery
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
+from functools import partial
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -16,19 +18,27 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.unit.ops import inputs, test_context, test_system
 from tests.unit.ops.test_context import MIXED
 from tests.unit.ops.test_system import qkv
-from vllm_relay.ops import flash_attn, providers, reference, system_attention, xformers
+from vllm_relay.ops import providers, reference, system_attention
+from vllm_relay.ops.attention import flash_attn, requirements, xformers
+from vllm_relay.ops.attention.flash_attn import Varlen
 from vllm_relay.ops.native import library as native
 
 # Of CPU tensors: our own kernels, or what there is without a compiler.
-OURS = "cpu" if isinstance(native.library(), str) else "native"
+OURS = "torch" if isinstance(native.library(), str) else "native"
 
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(monkeypatch):
-    for op in providers.OPS:
-        monkeypatch.setitem(providers._registered, op, dict(providers._registered[op]))
+    monkeypatch.setattr(providers, "_registered", dict(providers._registered))
     yield
-    providers.module.cache_clear()
+    forget()
+
+
+def forget():
+    """What has been found of packages and providers so far."""
+    requirements.module.cache_clear()
+    for provider in providers._registered.values():
+        provider.__dict__.pop("implementation", None)
 
 
 def install(monkeypatch, name, **contents):
@@ -37,7 +47,7 @@ def install(monkeypatch, name, **contents):
     module.__spec__ = importlib.machinery.ModuleSpec(name, None)
     module.__dict__.update(contents)
     monkeypatch.setitem(sys.modules, name, module)
-    providers.module.cache_clear()
+    forget()
 
 
 def on_cuda(dtype=torch.bfloat16, head_size=128, block_size=None, first=None):
@@ -63,10 +73,10 @@ def a_modern_gpu(monkeypatch):
     """A GPU of capability 9.0 with triton, and neither flash_attn nor xformers."""
     pytest.importorskip("triton", reason="needs triton")
     on_cuda()  # imports what it needs before modules are taken away
-    monkeypatch.setattr(providers, "_capability", lambda _: (9, 0))
+    monkeypatch.setattr(requirements, "_capability", lambda _: (9, 0))
     for name in ("flash_attn", "xformers", "xformers.ops.fmha"):
         monkeypatch.setitem(sys.modules, name, None)
-    providers.module.cache_clear()
+    forget()
 
 
 def test_cpu_tensors_take_the_cpu_kernels():
@@ -80,7 +90,7 @@ def test_cuda_tensors_take_the_first_that_is_usable(op, a_modern_gpu, monkeypatc
     assert chosen(op, block_size=block_size) == "triton"
     install(monkeypatch, "flash_attn")
     assert chosen(op, block_size=block_size) == "flash-attn"
-    providers.register(op, "vllm", None)
+    providers.register("vllm", Varlen(lambda: vllm_varlen, block_multiple=16), ["cuda"])
     assert chosen(op, block_size=block_size) == "vllm"
 
 
@@ -95,14 +105,13 @@ def test_what_flash_attention_cannot_take_goes_to_triton(a_modern_gpu, monkeypat
 
 def test_old_gpus_and_wide_heads_take_plain_torch(a_modern_gpu, monkeypatch):
     assert chosen("system", head_size=512) == "torch"
-    monkeypatch.setattr(providers, "_capability", lambda _: (7, 5))
+    monkeypatch.setattr(requirements, "_capability", lambda _: (7, 5))
     assert chosen("context", block_size=16) == "torch"
 
 
 def test_xformers_is_asked_before_plain_torch_and_only_for_systems(a_modern_gpu, monkeypatch):
     install(monkeypatch, "xformers.ops.fmha", memory_efficient_attention_partial=None)
-    providers.register("system", "triton", None, lambda *_: "not here")
-    providers.register("context", "triton", None, lambda *_: "not here")
+    monkeypatch.delitem(providers._registered, "triton")
     assert chosen("system") == "xformers"
     assert chosen("context", block_size=64) == "torch"
     with providers.use("context", "xformers"):
@@ -112,7 +121,7 @@ def test_xformers_is_asked_before_plain_torch_and_only_for_systems(a_modern_gpu,
 @pytest.mark.parametrize(
     ("name", "tensors", "reason"),
     [
-        ("cpu", {}, "needs CPU tensors"),
+        ("native", {}, "needs CPU tensors"),
         ("flash-attn", {"dtype": torch.float32}, "needs float16 or bfloat16, not torch.float32"),
         ("flash-attn", {"head_size": 100}, "a multiple of 8 up to 256, not 100"),
         ("flash-attn", {"first": -1}, "channels are adjacent"),
@@ -132,11 +141,15 @@ def test_a_forced_provider_that_cannot_says_why(name, tensors, reason, a_modern_
 
 
 def test_an_installation_that_is_broken_is_not_used(a_modern_gpu, monkeypatch):
+    stock = importlib.import_module
+
     def broken(name):
+        if name in (flash_attn.__name__, "vllm_relay.ops.attention.torch"):
+            return stock(name)
         raise OSError("undefined symbol")
 
-    providers.module.cache_clear()
-    monkeypatch.setattr(providers.importlib, "import_module", broken)
+    forget()
+    monkeypatch.setattr(requirements.importlib, "import_module", broken)
     assert chosen("system") == "torch"
     with providers.use("system", "flash-attn"), pytest.raises(ValueError, match="undefined symbol"):
         chosen("system")
@@ -149,12 +162,10 @@ def test_xformers_without_partial_attention_is_not_used(a_modern_gpu, monkeypatc
 
 
 def test_unknown_names_are_refused(monkeypatch):
-    with pytest.raises(ValueError, match=r"^system provider 'cuda' is unknown; there are cpu, "):
+    with pytest.raises(ValueError, match=r"^system provider 'cuda' is unknown; there are f"):
         providers.use("system", "cuda")
     with pytest.raises(ValueError, match=r"^op: expected one of system, context, got 'fusion'"):
-        providers.use("fusion", "cpu")
-    with pytest.raises(ValueError, match=r"^op: expected"):
-        providers.register("fusion", "cpu", None)
+        providers.use("fusion", "torch")
     monkeypatch.setenv("VLLM_RELAY_SYSTEM_PROVIDER", "tritn")
     with pytest.raises(ValueError, match=r"^system provider 'tritn' is unknown"):
         system_attention(*qkv(1, 1))
@@ -164,8 +175,8 @@ def test_use_is_stronger_than_the_environment_and_ends(monkeypatch):
     monkeypatch.setenv("VLLM_RELAY_SYSTEM_PROVIDER", "triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with providers.use("system", "torch"):
-        with providers.use("system", "cpu"):
-            assert providers.choose("system", *qkv(1, 1)).name == "cpu"
+        with providers.use("system", OURS):
+            assert providers.choose("system", *qkv(1, 1)).name == OURS
         assert providers.choose("system", *qkv(1, 1)).name == "torch"
         assert providers.choose("context", *inputs.paged([1], [1]).args()[:3]).name == OURS
     with pytest.raises(ValueError, match="'triton' is not usable here: needs CUDA tensors"):
@@ -184,6 +195,16 @@ def test_every_case_runs_with_plain_torch(dtype):
     with providers.use("context", "torch"), providers.use("system", "torch"):
         test_context.check(inputs.paged([33, 0, 50, 7], [2, 1, 5, 1], dtype=dtype))
         test_system.check(*qkv(3, 70, dtype=dtype))
+
+
+@contextmanager
+def forced(implementation):
+    """Run both ops by it on CPU tensors, which it says it cannot take."""
+    functions = ("system_attention", "context_attention")
+    taken = {name: getattr(implementation, name) for name in functions}
+    providers.register("it", SimpleNamespace(**taken, unusable=lambda *_: None))
+    with providers.use("system", "it"), providers.use("context", "it"):
+        yield
 
 
 def by_oracle(q, rows, scale, causal, dead):
@@ -293,9 +314,7 @@ def flash_attn_with_kvcache(
 @pytest.mark.parametrize("fn", [vllm_varlen, flash_attn_varlen_func])
 def test_varlen_functions_are_called_as_they_document(fn):
     kwargs = {"fa_version": 3} if fn is vllm_varlen else {}
-    providers.register("system", "vllm", flash_attn.system_from_varlen(fn, **kwargs))
-    providers.register("context", "vllm", flash_attn.context_from_varlen(fn, **kwargs))
-    with providers.use("system", "vllm"), providers.use("context", "vllm"):
+    with forced(Varlen(lambda: partial(fn, **kwargs))):
         test_system.check(*qkv(7, 133))
         test_system.check(*qkv(1, 5))
         for context_lens, query_lens in [*MIXED[:3], ([20, 3, 9], [1, 0, 1]), ([4, 30], [1, 1])]:
@@ -309,9 +328,7 @@ def test_varlen_functions_are_called_as_they_document(fn):
 def test_the_flash_attn_package_is_called_as_it_documents(monkeypatch):
     functions = {f.__name__: f for f in (flash_attn_varlen_func, flash_attn_with_kvcache)}
     install(monkeypatch, "flash_attn", **functions)
-    providers.register("system", "it", flash_attn.system_attention)
-    providers.register("context", "it", flash_attn.context_attention)
-    with providers.use("system", "it"), providers.use("context", "it"):
+    with forced(flash_attn):
         test_system.check(*qkv(7, 133))
         for context_lens, query_lens in [*MIXED[:3], ([5, 0, 40], [3, 3, 3]), ([20, 3], [1, 0])]:
             test_context.check(inputs.paged(context_lens, query_lens))
@@ -321,11 +338,11 @@ def test_an_unknown_lse_layout_is_refused():
     def old(q, k, v, cu_seqlens_q, cu_seqlens_k, return_attn_probs=False, **_):
         return q, torch.zeros(1, q.shape[1], 128), None
 
-    providers.register("system", "old", flash_attn.system_from_varlen(old))
-    with providers.use("system", "old"), pytest.raises(ValueError, match=r"shape \(1, 6, 128\)"):
+    with forced(Varlen(lambda: old)), pytest.raises(ValueError, match=r"shape \(1, 6, 128\)"):
         system_attention(*qkv(3, 4))
-    with pytest.raises(ValueError, match="cannot return the LSE"):
-        flash_attn.system_from_varlen(lambda q, k, v: None)
+    without = Varlen(lambda: lambda q, k, v: None)
+    with forced(without), pytest.raises(ValueError, match="cannot return the LSE"):
+        system_attention(*qkv(3, 4))
 
 
 @dataclass
@@ -342,7 +359,9 @@ class PagedBias:
         return cls(q_seqlen, kv_seqlen, block_tables, page_size)
 
 
-def partial(query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None):
+def memory_efficient_attention_partial(
+    query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None
+):
     """xformers.ops.fmha.memory_efficient_attention_partial on [1, M, G, H, K]."""
     assert query.dim() == key.dim() == 5 and query.shape[0] == key.shape[0] == 1
     assert query.shape[2:] == key.shape[2:] == value.shape[2:]
@@ -371,11 +390,12 @@ def test_xformers_is_called_as_it_documents(monkeypatch):
     splitk.FwOp = "splitk"
     contents = {"attn_bias": bias, "triton_splitk": splitk}
     install(
-        monkeypatch, "xformers.ops.fmha", memory_efficient_attention_partial=partial, **contents
+        monkeypatch,
+        "xformers.ops.fmha",
+        memory_efficient_attention_partial=memory_efficient_attention_partial,
+        **contents,
     )
-    providers.register("system", "it", xformers.system_attention)
-    providers.register("context", "it", xformers.context_attention)
-    with providers.use("system", "it"), providers.use("context", "it"):
+    with forced(xformers):
         for heads in inputs.HEADS:
             test_system.check(*qkv(7, 133, heads))
             test_context.check(inputs.paged([70, 130, 3], [1, 1, 1], heads=heads, block_size=64))

@@ -5,7 +5,7 @@ import torch
 
 from tests.unit.ops import inputs
 from vllm_relay.ops import providers, reference, system_attention
-from vllm_relay.ops.system import torch_system_attention
+from vllm_relay.ops.attention import torch as plain
 
 
 def check(q, k, v, attend=system_attention, **kwargs):
@@ -34,7 +34,7 @@ def test_against_oracle(heads, head_size, dtype):
 @pytest.mark.parametrize("dtype", inputs.DTYPES, ids=str)
 @pytest.mark.parametrize("heads", inputs.HEADS, ids=["mha", "gqa", "mqa"])
 def test_plain_torch_provider(heads, dtype):
-    check(*qkv(7, 133, heads, 80, dtype), attend=torch_system_attention, scale=80**-0.5)
+    check(*qkv(7, 133, heads, 80, dtype), attend=plain.system_attention, scale=80**-0.5)
 
 
 def skip_unless_usable(op, q, k, v):

@@ -1,80 +1,19 @@
-"""A step's plan on the device: buffers with one owner, written in place by Triton kernels.
+"""`DevicePlan`: the plan of a step on the GPU, in buffers with one owner, written in place.
 
-The counterpart of ``vllm_relay.sharing`` for engines whose block tables exist on the GPU only: the
-host learns nothing and waits for nothing, shapes depend on the batch's shape alone, and addresses
+The counterpart of `sharing.make_plan` for engines whose block tables exist on the GPU only. The
+host learns nothing and waits for nothing, shapes depend on the batch's shape alone and addresses
 never change, so that CUDA graphs captured over these buffers see each step's plan.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from vllm_relay.ops import checks
-from vllm_relay.ops.step.paged import PagedStep
+from vllm_relay.ops.planning.launch import STATS, PlanBuffers, plan_step
+from vllm_relay.plan import DensePart, Part, Plan, SharingStats
 
-# Reports that are kept on the host.
+# Reports kept on the host: of the last steps.
 _REPORTS = 3
-
-
-@dataclass(frozen=True)
-class Part:
-    """One variable-length attention over the paged cache; fields as ``flash_attn_varlen_func``'s.
-
-    Attributes:
-        query_start_loc: int32 [B + 1].
-        seq_lens: int32 [B], tokens of keys; 0 for a sequence that is not there.
-        block_table: int32 [B, M].
-        max_query_len, max_seq_len: upper bounds known on the host.
-        causal: aligned to the end of the keys.
-    """
-
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    block_table: Tensor
-    max_query_len: int
-    max_seq_len: int
-    causal: bool
-
-
-@dataclass(frozen=True)
-class DensePart:
-    """One group over keys that follow one another, as `flash_attn_varlen_func` without blocks.
-
-    Of two sequences the second is the group. The first has no query: it stands for the keys before
-    the group's, so that these begin anywhere in a cache seen as one sequence of tokens.
-
-    Attributes:
-        query_start_loc, key_start_loc: int32 [3]; [0, 0, queries] and [0, begin, end]. All 0 where
-            no group has such keys.
-        max_query_len, max_seq_len: upper bounds known on the host.
-    """
-
-    query_start_loc: Tensor
-    key_start_loc: Tensor
-    max_query_len: int
-    max_seq_len: int
-    causal: bool = False
-
-
-@dataclass(frozen=True)
-class Report:
-    """What steps shared, in numbers. Over several levels: sums.
-
-    Attributes:
-        groups, requests: groups, and rows in groups of the outermost level.
-        tokens_shared: KV tokens of segments, once per group. tokens_saved: KV tokens not read
-            again. tokens_stock: KV tokens of all rows.
-        steps, steps_relayed: steps counted, and those with a group; 1 and 0 or 1 for one step.
-    """
-
-    groups: int = 0
-    requests: int = 0
-    tokens_shared: int = 0
-    tokens_saved: int = 0
-    tokens_stock: int = 0
-    steps: int = 0
-    steps_relayed: int = 0
 
 
 class DevicePlan:
@@ -104,11 +43,11 @@ class DevicePlan:
             max_rows: requests. max_tokens: query tokens, padding included. max_blocks: columns of
                 the block table.
             block_size: tokens per block.
-            min_saved_tokens: a group is one when it saves at least so many KV token reads per step
-                and layer, (members - 1) * tokens of its segment.
-            max_levels: levels of nested groups to look for.
-            dense: attend the group that saves most of those whose blocks follow one another in
-                memory as dense KV; for caches where block b is tokens b * block_size and on.
+            min_saved_tokens: fewest KV token reads that a group saves per step and layer,
+                (members - 1) * tokens of its segment.
+            max_levels: most levels of nested groups.
+            dense: attend one group of level 0 as dense KV: of those whose blocks have consecutive
+                ids, the one that saves most. Token i of block b must lie at b * block_size + i.
 
         Raises:
             ValueError: an argument out of range, by name.
@@ -123,21 +62,17 @@ class DevicePlan:
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}: expected a whole number >= {least}, got {value!r}")
-        # Imported here: triton is absent or useless where there is no GPU.
-        from vllm_relay.ops.planning import kernels as plan
-
         self.max_rows, self.max_tokens, self.max_blocks = max_rows, max_tokens, max_blocks
         self.block_size, self.max_levels, self.dense = block_size, max_levels, dense
         self._min_saved_blocks = -(-min_saved_tokens // block_size)
-        self._make_plan = plan.make_plan
-        self.buffers = plan.PlanBuffers.make(
-            max_rows,
-            max_tokens,
-            max_blocks,
-            self.groups_of(max_rows),
-            max_levels,
-            dense,
-            torch.device(device),
+        self.buffers = PlanBuffers.allocate(
+            rows=max_rows,
+            tokens=max_tokens,
+            columns=max_blocks,
+            groups=self._max_groups(max_rows),
+            levels=max_levels,
+            dense=dense,
+            device=torch.device(device),
         )
         # Page-locked, so that copies into them are asynchronous.
         cuda = self.buffers.report.is_cuda
@@ -148,8 +83,8 @@ class DevicePlan:
         self._copied = [torch.cuda.Event() if cuda else None for _ in range(_REPORTS)]
         self._updates = 0
 
-    def groups_of(self, rows: int) -> int:
-        """Most groups that a level of ``rows`` requests can have: two members each, each paying."""
+    def _max_groups(self, rows: int) -> int:
+        """Most groups of a level of ``rows`` requests: each has two members and saves enough."""
         bound = rows // 2
         if self._min_saved_blocks:
             bound = min(bound, rows * self.max_blocks // self._min_saved_blocks)
@@ -165,7 +100,7 @@ class DevicePlan:
         max_query_len: int,
         max_seq_len: int,
         count: bool = True,
-    ) -> PagedStep:
+    ) -> Plan[Tensor]:
         """Plan a step; launches kernels on the current stream and returns.
 
         Args:
@@ -175,11 +110,11 @@ class DevicePlan:
             query_start_loc: int32 [R + 1]; flat for padding.
             num_tokens: query tokens of the step, with padding that belongs to no row.
             max_query_len, max_seq_len: upper bounds, for the parts.
-            count: whether the step enters the totals of `report`.
+            count: count the step in the totals of `report`.
 
         Returns:
-            The step, of `Part`. Its tensors are views of this plan's buffers, which the next call
-            overwrites: same shapes, same addresses.
+            The plan. Its tensors are views of the buffers, which the next call overwrites: steps
+            of one shape have the same shapes and addresses.
 
         Raises:
             ValueError: a shape, dtype or device does not fit; the message names the argument.
@@ -195,8 +130,8 @@ class DevicePlan:
         self._check("query_start_loc", query_start_loc, (rows + 1,), "[R + 1]")
         if not 0 <= num_tokens <= self.max_tokens:
             raise ValueError(f"num_tokens: {num_tokens} is not in 0 .. {self.max_tokens}")
-        groups, b = self.groups_of(rows), self.buffers
-        self._make_plan(
+        groups, b = self._max_groups(rows), self.buffers
+        plan_step(
             block_table,
             seq_lens,
             query_start_loc,
@@ -205,7 +140,7 @@ class DevicePlan:
             num_groups=groups,
             block_size=self.block_size,
             min_saved_blocks=self._min_saved_blocks,
-            count=count,
+            counted=count,
         )
         slot = self._updates % _REPORTS
         self._reports[slot].copy_(b.report, non_blocking=True)
@@ -213,13 +148,13 @@ class DevicePlan:
         if event is not None and not torch.cuda.is_current_stream_capturing():
             event.record()
         self._updates += 1
-        return PagedStep(
+        return Plan(
             levels=[
                 Part(
-                    b.cu_tokens[level, : groups + 1],
-                    b.segment_lens[level, :groups],
-                    b.segment_table[level, :groups],
-                    # a group may hold every query
+                    query_start_loc=b.cu_tokens[level, : groups + 1],
+                    seq_lens=b.segment_lens[level, :groups],
+                    block_table=b.segment_table[level, :groups],
+                    # A group may hold every query.
                     max_query_len=num_tokens,
                     max_seq_len=max_seq_len,
                     causal=False,
@@ -227,15 +162,20 @@ class DevicePlan:
                 for level in range(self.max_levels)
             ],
             context=Part(
-                query_start_loc,
-                b.context_lens[:rows],
-                b.context_table[:rows],
+                query_start_loc=query_start_loc,
+                seq_lens=b.context_lens[:rows],
+                block_table=b.context_table[:rows],
                 max_query_len=max_query_len,
                 max_seq_len=max_seq_len,
                 causal=True,
             ),
             index=b.index[:, :num_tokens],
-            dense=DensePart(b.dense[0], b.dense[1], num_tokens, max_seq_len)
+            dense=DensePart(
+                query_start_loc=b.dense[0],
+                key_start_loc=b.dense[1],
+                max_query_len=num_tokens,
+                max_seq_len=max_seq_len,
+            )
             if self.dense
             else None,
         )
@@ -250,16 +190,16 @@ class DevicePlan:
 
     @property
     def updates(self) -> int:
-        """How many steps were planned."""
+        """Number of steps planned."""
         return self._updates
 
-    def report(self, update: int) -> tuple[Report, Report]:
-        """The numbers of one planned step, and of all counted steps up to it.
+    def report(self, update: int) -> tuple[SharingStats, SharingStats]:
+        """Numbers of one planned step, and of all counted steps up to it.
 
-        Waits for its plan: for one of a step before the last the device is done with, no time.
+        Waits for that plan. For a step before the last the GPU is done with it: no time.
 
         Args:
-            update: from 0 on; one of the last three.
+            update: number of the step, from 0; one of the last three.
 
         Raises:
             ValueError: there was no such update, or it is too long ago.
@@ -269,16 +209,16 @@ class DevicePlan:
         if (event := self._copied[update % _REPORTS]) is not None:
             event.synchronize()
         numbers = self._reports[update % _REPORTS].tolist()
-        n = (len(numbers) - 2) // 2
-        groups, requests, shared, saved, stock = numbers[:n]
-        last = Report(groups, requests, shared, saved, stock, 1, int(groups > 0))
-        groups, requests, shared, saved, stock = numbers[-n:]
-        return last, Report(groups, requests, shared, saved, stock, numbers[n], numbers[n + 1])
+        step, (steps, relayed), total = numbers[:STATS], numbers[STATS:-STATS], numbers[-STATS:]
+        return (
+            SharingStats(*[*step, 1, int(step[0] > 0)]),
+            SharingStats(*[*total, steps, relayed]),
+        )
 
-    def newest(self, wait: bool = True) -> tuple[Report, Report]:
+    def newest(self, wait: bool = True) -> tuple[SharingStats, SharingStats]:
         """`report` of the last planned step, or without ``wait`` of the last that is done."""
         for update in reversed(range(max(0, self._updates - _REPORTS), self._updates)):
             event = self._copied[update % _REPORTS]
             if wait or event is None or event.query():
                 return self.report(update)
-        return Report(), Report()
+        return SharingStats(), SharingStats()

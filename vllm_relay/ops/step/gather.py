@@ -1,7 +1,4 @@
-"""Queries in the order of each level, in one launch.
-
-Exercised under Triton's interpreter and compiled for sm_80 and sm_90; not yet run on a GPU.
-"""
+"""Gather: the query tokens of each level in the order of the plan, in one launch."""
 
 from typing import Any
 
@@ -13,12 +10,12 @@ from torch import Tensor
 from vllm_relay.ops import checks
 
 
-# No kernel of its own for a number of tokens: graphs of all sizes are captured with one.
+# Not specialised on the number of tokens: graphs of all sizes share one kernel.
 @triton.jit(do_not_specialize=["index_stride", "num_tokens"])
 def _gather_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,  # [T, H, D]
-    out_ptr,  # [n, T, H, D], dense
-    index_ptr,  # [n, T], int32
+    x_ptr,  # [T, H, D], any strides
+    out_ptr,  # [n, T, H, D], contiguous
+    index_ptr,  # int32 [n, T]
     token_stride,
     head_stride,
     channel_stride,
@@ -41,15 +38,15 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Give each level its own tokens, in its own order.
+    """Query tokens in the order of each level: out[i, index[i, t]] = x[t].
 
     Args:
         x: [T, H, D], any strides.
-        index: [n, T] int32, last dim dense: place of token t in level i, distinct within a level;
-            negative: not in it. Values are not checked, which would be a device sync.
+        index: int32 [n, T], last dim dense: place of token t in level i, distinct within a level;
+            negative: none. Values are not checked, which would be a device sync.
 
     Returns:
-        [n, T, H, D]; out[i, index[i, t]] = x[t]. Places that no token has are not written.
+        [n, T, H, D]; places of no token are not written.
 
     Raises:
         ValueError: a shape, dtype or device does not fit; the message names the argument.

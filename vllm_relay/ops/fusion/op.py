@@ -1,22 +1,22 @@
-"""Relay fusion: the exact merge of attention partials.
-
-`out = sum_i out_i * exp(lse_i - lse)`, `lse = logsumexp_i lse_i` (RelayAttention, arXiv
-2402.14808, eq. 7-12; FlashInfer, arXiv 2501.01005, section 2.2), in one pass for any number of
-partials.
-"""
+"""Relay fusion: the exact merge of attention partials."""
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from vllm_relay.ops import checks
-from vllm_relay.ops.cpu import fusion as cpu_fusion
+from vllm_relay.ops.fusion import native
+from vllm_relay.ops.fusion import torch as plain
 
 
 def relay_fusion(
     outs: Sequence[Tensor], lses: Sequence[Tensor], *, out: Tensor | None = None
 ) -> Tensor:
-    """Merge n >= 1 partials of the same queries over disjoint keys.
+    """Merge n >= 1 partials of the same queries over disjoint keys, in one pass.
+
+    `out = sum_i out_i * exp(lse_i - lse)`, `lse = logsumexp_i lse_i` (RelayAttention, arXiv
+    2402.14808, eq. 7-12; FlashInfer, arXiv 2501.01005, section 2.2).
 
     Args:
         outs: n tensors [T, H, D], bf16, fp16 or fp32, any strides.
@@ -32,12 +32,17 @@ def relay_fusion(
         ValueError: a shape, dtype or device does not fit; the message names the argument.
     """
     checks.partials(outs, lses)
-    if out is not None:
-        checks.shape("out", out, tuple(outs[0].shape), "[T, H, D]")
-        checks.like("out", out, "outs[0]", outs[0])
+    if out is None:
+        out = torch.empty_like(outs[0], memory_format=torch.contiguous_format)
+    checks.shape("out", out, tuple(outs[0].shape), "[T, H, D]")
+    checks.like("out", out, "outs[0]", outs[0])
     if outs[0].is_cuda:
         # Imported here: triton is absent or useless where there is no GPU.
-        from vllm_relay.ops.triton.fusion import relay_fusion as triton_fusion
+        from vllm_relay.ops.fusion.triton import fuse
 
-        return triton_fusion(outs, lses, out=out)
-    return cpu_fusion.relay_fusion(outs, lses, out)
+        fuse(outs, lses, out)
+    elif native.usable(outs, out):
+        native.fuse(outs, lses, out)
+    else:
+        plain.fuse(outs, lses, out)
+    return out

@@ -1,27 +1,12 @@
-"""The kernel of system and context attention: groups of queries over paged or dense KV.
+"""The Triton kernel of system and context attention: groups of queries over paged or dense KV.
 
 One program attends a tile of rows (the query heads of one KV head, token by token) to one split
-of the group's keys, with the online softmax of FlashAttention (arXiv 2205.14135, Alg. 1). Another
-kernel merges the splits. Lengths and block tables are read on the device only.
-
-Exercised under Triton's interpreter and compiled for sm_80 and sm_90; not yet run on a GPU.
+of the group's keys, with the online softmax of FlashAttention (arXiv 2205.14135, Alg. 1). Lengths
+and block tables are read on the device only.
 """
 
-import functools
-import math
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from vllm_relay.ops.triton.merge import merge_splits
-
-# Keys that a split should hold at least: below, the merge costs more than it gains.
-_SPLIT_KEYS = 256
-# Bounds the float32 partials: 32 of [T, Hq, D].
-_MOST_SPLITS = 32
 
 
 @triton.jit
@@ -41,7 +26,7 @@ def _group_of(tile, starts_ptr, groups, HEADS_PER_KV: tl.constexpr, BLOCK_M: tl.
 
 
 @triton.jit(do_not_specialize=["groups", "tokens", "keys"])
-def _attend_kernel(  # type: ignore[no-untyped-def]
+def attend_kernel(  # type: ignore[no-untyped-def]
     q_ptr,  # [T, Hq, D]
     k_ptr,  # [num_blocks, BLOCK_SIZE, Hkv, D], or [1, S, Hkv, D]
     v_ptr,  # as k_ptr
@@ -162,136 +147,3 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     tl.store(at, total.to(out_ptr.dtype.element_ty), mask=store_ok)
     at = lse_ptr + split * lse_strides[0] + head * lse_strides[1] + token * lse_strides[2]
     tl.store(at, lse, mask=row_ok)
-
-
-@functools.cache
-def _processors(index: int | None) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
-def _tile(rows: int, head_size: int, itemsize: int) -> dict[str, int]:
-    """Launch options for groups of at most `rows` rows.
-
-    Chosen so that nothing spills on sm_80 and sm_90, and that shared memory fits the 99 KiB of
-    sm_86 and sm_89 where sm_80's code runs.
-    """
-    block_d = max(16, triton.next_power_of_2(head_size))
-    block_m = max(16, triton.next_power_of_2(rows))
-    if itemsize == 4:
-        # No tensor cores: products are unrolled, and larger tiles spill.
-        block_m, block_n, num_warps, num_stages = 16, 32, 8, 2
-    elif block_d > 128:
-        block_m, block_n, num_warps, num_stages = min(block_m, 32), 32, 4, 2
-    else:
-        block_m, block_n = min(block_m, 128), 64
-        # With three stages, the block table is read an iteration before the keys that it names.
-        num_warps, num_stages = 8 if block_m == 128 else 4, 3
-    return {
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "BLOCK_D": block_d,
-        "num_warps": num_warps,
-        "num_stages": num_stages,
-    }
-
-
-def _num_splits(q: Tensor, programs: int, max_len: int) -> int:
-    """Enough splits for two waves of programs; from host values only."""
-    target = 2 * _processors(q.device.index) if q.is_cuda else 1
-    return max(1, min(target // programs, max_len // _SPLIT_KEYS, _MOST_SPLITS))
-
-
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    *,
-    table: Tensor | None = None,
-    lens: Tensor | None = None,
-    starts: Tensor | None = None,
-    max_tokens: int,
-    max_len: int,
-    causal: bool = False,
-    splits: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention with its LSE, dense or paged. Shapes are checked by the callers.
-
-    Args:
-        q: [T, Hq, D], any strides.
-        k, v: dense [S, Hkv, D] without `table`, else [num_blocks, block_size, Hkv, D]; any strides.
-        scale: multiplies the scores.
-        table: [G, M] int32; only the first ceil(lens[g] / block_size) columns are read.
-        lens: [G] int32, contiguous; keys of each group.
-        starts: [G + 1] int32, contiguous, not falling.
-        max_tokens: at least the tokens of any group.
-        max_len: at least the keys of any group; only shapes the launch.
-        causal: aligned to the end; else every query of a group sees all its keys.
-        splits: programs that share a group's keys; chosen where None.
-
-    Returns:
-        out [T, Hq, D] in q's dtype and lse [Hq, T] float32, both contiguous; 0 and -inf for tokens
-        of no group and queries that see nothing.
-    """
-    tokens, heads, head_size = q.shape
-    kv_heads = k.shape[-2]
-    per_kv = heads // kv_heads
-    groups = 1 if lens is None else lens.shape[0]
-    if tokens == 0 or groups == 0 or max_tokens <= 0 or max_len <= 0:
-        return q.new_zeros(q.shape), q.new_full((heads, tokens), -torch.inf, dtype=torch.float32)
-    max_rows = min(max_tokens, tokens) * per_kv
-    options = _tile(max_rows, head_size, q.element_size())
-    block_m = options["BLOCK_M"]
-    busy = triton.cdiv(tokens * per_kv, block_m)
-    tiles = busy
-    one_tile = max_rows <= block_m
-    if table is not None:
-        # Every group may end in a tile that it does not fill.
-        tiles = groups if one_tile else tokens * per_kv // block_m + groups
-        busy = max(busy, min(groups, tokens))
-    if splits is None:
-        splits = _num_splits(q, busy * kv_heads, max_len)
-    # Programs with nothing to attend to write nothing, so that is written beforehand: to the LSE of
-    # the splits, or else to the results.
-    lses = q.new_full((splits, heads, tokens), -torch.inf, dtype=torch.float32)
-    if splits > 1:
-        out, lse = q.new_empty(q.shape), lses.new_empty((heads, tokens))
-        outs = lses.new_empty((splits, *q.shape))
-    else:
-        out, lse = q.new_zeros(q.shape), lses[0]
-        outs = out.unsqueeze(0)
-    k, v = (x if x.dim() == 4 else x.unsqueeze(0) for x in (k, v))
-    block_size = 0
-    if table is not None:
-        # One block per group may be of any size: rounded up, not every size is a new kernel.
-        block_size = k.shape[1] if table.shape[1] > 1 else triton.next_power_of_2(k.shape[1])
-    kernel: Any = _attend_kernel
-    kernel[(tiles, kv_heads, splits)](
-        q,
-        k,
-        v,
-        q if table is None else table,
-        q if lens is None else lens,
-        q if starts is None else starts,
-        outs,
-        lses,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        (0, 0) if table is None else table.stride(),
-        outs.stride(),
-        lses.stride(),
-        groups,
-        tokens,
-        k.shape[1],
-        scale * math.log2(math.e),
-        HEAD_SIZE=head_size,
-        HEADS_PER_KV=per_kv,
-        BLOCK_SIZE=block_size,
-        CAUSAL=causal,
-        ONE_TILE=one_tile,
-        **options,
-    )
-    if splits > 1:
-        merge_splits(outs, lses, out, lse)
-    return out, lse

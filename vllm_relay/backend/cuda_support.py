@@ -1,0 +1,64 @@
+"""Engines and layers that the CUDA backend leaves to vLLM's own FlashAttention, with reasons."""
+
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends import flash_attn
+
+from vllm_relay import compat
+
+
+def engine_refusal(builder: Any, vllm_config: VllmConfig) -> str | None:
+    """Why no step of an engine is relayed, or None.
+
+    Args:
+        builder: vLLM's FlashAttentionMetadataBuilder of the layers.
+    """
+    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
+    spec = builder.kv_cache_spec
+    checks = (
+        (builder.dcp_world_size > 1, "decode context parallelism"),
+        (parallel.use_ubatching, "two batches in flight (dual-batch overlap)"),
+        (vllm_config.cache_config.kv_sharing_fast_prefill, "fast prefill of shared KV layers"),
+        (
+            # Inside a captured graph a draft model's lengths move on after the plan was made.
+            speculative is not None and speculative.method not in compat.DRAFTS_WITHOUT_MODEL,
+            "speculative decoding with a draft model",
+        ),
+        (vllm_config.model_config.is_mm_prefix_lm, "attention both ways over images"),
+        (builder.rswa_window is not None, "reference sliding window attention"),
+        # Who shares with a request changes how its sums are split.
+        (flash_attn.envs.VLLM_BATCH_INVARIANT, "batch invariance is asked for"),
+        (getattr(spec, "sliding_window", None) is not None, "a sliding window"),
+        (getattr(spec, "attention_chunk_size", None) is not None, "chunked local attention"),
+    )
+    return next((reason for applies, reason in checks if applies), None)
+
+
+def layer_refusal(impl: Any) -> str | None:
+    """Why a layer, vLLM's FlashAttentionImpl, is not relayed, or None."""
+    checks = (
+        (impl.attn_type != AttentionType.DECODER, f"{impl.attn_type} attention"),
+        (tuple(impl.sliding_window or (-1, -1)) != (-1, -1), "a sliding window"),
+        (impl.alibi_slopes is not None, "ALiBi"),
+        (impl.sinks is not None, "attention sinks"),
+        (
+            impl.kv_cache_dtype not in ("auto", "float16", "bfloat16"),
+            f"a {impl.kv_cache_dtype} KV cache",
+        ),
+        # Its tables and lengths have to be of whole pages (vLLM 0.33, Blackwell).
+        (compat.uses_fa4_hd256(impl), "FlashAttention 4 with heads of 256"),
+    )
+    return next((reason for applies, reason in checks if applies), None)
+
+
+def has_consecutive_blocks(kv_cache: Any) -> bool:
+    """True if the tokens of block b + 1 follow those of block b in memory.
+
+    Args:
+        kv_cache: ``[num_blocks, Hkv, block_size, 2 * D]``; None or empty before the cache is made.
+    """
+    if getattr(kv_cache, "ndim", 0) != 4:
+        return False
+    return bool(kv_cache.stride(0) == kv_cache.shape[2] * kv_cache.stride(2))

@@ -1,0 +1,168 @@
+"""The registry of attention providers: who computes system and context attention.
+
+A provider is a module (or any object) with the three functions of `Implementation`. The first one
+that can take the tensors runs; `use` or the environment variables VLLM_RELAY_SYSTEM_PROVIDER and
+VLLM_RELAY_CONTEXT_PROVIDER force one by name.
+
+To add a provider:
+
+1. Write ``ops/attention/NAME.py`` with ``system_attention``, ``context_attention`` and
+   ``unusable``. It may import anything: it is loaded when it is first asked. With
+   ``paged_system_attention``, too, all groups of a level are one call.
+2. Add one line to `_registered` below, at its place in the order of preference.
+3. Add the name to `provider` of ``test_providers_on_a_gpu`` in ``tests/unit/ops``, or call
+   ``check`` of ``test_system.py`` and ``test_context.py`` under ``use``.
+"""
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from types import TracebackType
+from typing import Protocol, cast
+
+from torch import Tensor
+
+from vllm_relay.ops.attention.requirements import module
+
+OPS = ("system", "context")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PagedContext:
+    """Where the keys of each request lie in a paged cache, and which queries are its own."""
+
+    block_table: Tensor
+    """[R, M] int32 or int64; only the first ceil(context_len / block_size) columns are read."""
+    context_lens: Tensor
+    """[R] int32 or int64."""
+    query_start_loc: Tensor
+    """[R + 1] int32 or int64: request r has the queries loc[r] .. loc[r + 1]."""
+    max_query_len: int
+    """At least the queries of any request."""
+    max_context_len: int
+    """At least the context of any request."""
+
+
+class Implementation(Protocol):
+    """Both ops, as a module computes them. Arguments are checked; no size is 0."""
+
+    def system_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """`vllm_relay.ops.system_attention`."""
+
+    def context_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: PagedContext, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """`vllm_relay.ops.context_attention`."""
+
+    def unusable(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        """Why the provider cannot take these tensors, or None; k and v are 4-d for context."""
+
+
+@dataclass(frozen=True)
+class Provider:
+    """A name for an implementation, and where it is chosen without being forced."""
+
+    name: str
+    source: object
+    """An `Implementation`, or the name of the module that is one."""
+    devices: Collection[str] = ()
+    """Types of devices whose tensors it is offered; empty: only when forced."""
+    ops: Collection[str] = OPS
+    """Ops that it is offered; it can be forced for both."""
+
+    @cached_property
+    def implementation(self) -> Implementation:
+        """The functions; loads the module, or is the text that says why that failed."""
+        if not isinstance(self.source, str):
+            return cast(Implementation, self.source)
+        return cast(Implementation, module(f"vllm_relay.ops.attention.{self.source}"))
+
+    def unusable(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        """Why the provider cannot take these tensors, or None."""
+        found = self.implementation
+        return found if isinstance(found, str) else found.unusable(q, k, v)
+
+
+# In order of preference: our CPU kernels; on CUDA flash kernels first. xformers does not promise
+# that NaN beyond a context stays there.
+_registered = {
+    "native": Provider("native", "native", ["cpu"]),
+    "flash-attn": Provider("flash-attn", "flash_attn", ["cuda"]),
+    "triton": Provider("triton", "triton", ["cuda"]),
+    "xformers": Provider("xformers", "xformers", ["cuda"], ops=["system"]),
+    "torch": Provider("torch", "torch"),  # any device, last
+}
+_forced: dict[str, str | None] = dict.fromkeys(OPS)
+
+
+def register(name: str, implementation: object, devices: Collection[str] = ()) -> None:
+    """Add a provider before all others, or replace the one of that name.
+
+    Args:
+        implementation: an `Implementation`.
+        devices: types of devices ("cuda") where it is chosen by itself; empty: only when forced.
+    """
+    others = {key: other for key, other in _registered.items() if key != name}
+    _registered.clear()
+    _registered.update({name: Provider(name, implementation, devices), **others})
+
+
+class use:
+    """Force a provider for the whole process; as a context manager, until the block ends.
+
+    use("system", "triton"); with use("context", "torch"): ...; None chooses again. Stronger than
+    the environment variable.
+
+    Raises:
+        ValueError: the op or the provider is unknown.
+    """
+
+    def __init__(self, op: str, name: str | None) -> None:
+        if op not in OPS:
+            raise ValueError(f"op: expected one of {', '.join(OPS)}, got {op!r}")
+        if name is not None:
+            _known(op, name)
+        self._op = op
+        self._before = _forced[op]
+        _forced[op] = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _forced[self._op] = self._before
+
+
+def choose(op: str, q: Tensor, k: Tensor, v: Tensor) -> Provider:
+    """The provider of "system" or "context" for these tensors.
+
+    Raises:
+        ValueError: the forced provider is unknown or cannot take them; names it and says why.
+    """
+    name = _forced[op] or os.environ.get(f"VLLM_RELAY_{op.upper()}_PROVIDER")
+    if name:
+        provider = _known(op, name)
+        reason = provider.unusable(q, k, v)
+        if reason:
+            raise ValueError(f"{op} provider {name!r} is not usable here: {reason}")
+        return provider
+    for provider in _registered.values():
+        offered = q.device.type in provider.devices and op in provider.ops
+        if offered and provider.unusable(q, k, v) is None:
+            return provider
+    return _registered["torch"]
+
+
+def _known(op: str, name: str) -> Provider:
+    if name not in _registered:
+        names = ", ".join(sorted(_registered))
+        raise ValueError(f"{op} provider {name!r} is unknown; there are {names}")
+    return _registered[name]

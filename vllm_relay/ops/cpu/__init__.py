@@ -1,1 +1,0 @@
-"""Providers for CPU tensors, one op per file."""

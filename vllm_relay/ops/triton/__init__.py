@@ -1,1 +1,0 @@
-"""Triton kernels, one per file: jit kernel, launcher, public function."""
