@@ -1,11 +1,11 @@
-"""Hydragen's loop with `SharedCache` alone: no vLLM, any model whose attention you can replace.
+"""Hydragen's decode loop with `SharedCache`: no vLLM, any model whose attention is replaceable.
 
     python examples/hydragen_loop.py
 
-A small transformer with random weights samples several answers to each of several problems, below
-one system prompt and a choice of few-shot examples. Shared pieces are prefilled once and read once
-per step. The same tokens are then sampled row by row with torch's attention over concatenated KV;
-exits with 1 where they differ.
+A small transformer with random weights samples several answers to each of several problems, under
+one system prompt and one of several sets of few-shot examples. Shared pieces are prefilled once and
+read once per step. A second loop samples the same tokens row by row, with torch's attention over
+concatenated KV. Exit status: 1 if the loops differ.
 """
 
 import sys
@@ -42,7 +42,7 @@ class Model:
         ]
 
     def __call__(self, ids: Tensor, positions: Tensor, attend) -> Tensor:
-        """[R, n] tokens at [R, n] positions -> logits [R, n, VOCAB]."""
+        """Logits [R, n, VOCAB] of tokens [R, n] at positions [R, n]."""
         x = self.embedding[ids]
         for i, layer in enumerate(self.layers):
             qkv = (rms_norm(x, (WIDTH,)) @ layer["qkv"].T).unflatten(-1, (-1, HEAD_SIZE))
@@ -62,7 +62,7 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def step(model, caches, ids: Tensor, lens: Tensor | None = None, *, shared=False) -> Tensor:
-    """Logits [R, VOCAB] after ids [R, n]: a new shared level, or tokens of the rows' own."""
+    """Logits [R, VOCAB] after ids [R, n]: a new shared level, or own tokens of the rows."""
 
     def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if shared:
@@ -78,7 +78,7 @@ def step(model, caches, ids: Tensor, lens: Tensor | None = None, *, shared=False
 
 
 def generate(model, outer, rounds, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [ROUNDS, new, B] and the logits that they were sampled from."""
+    """Tokens [ROUNDS, new, B] and their logits, from the loop with `SharedCache`."""
     batch = PROBLEMS[0] * SAMPLES
     caches = [SharedCache(batch, NEW_TOKENS, KV_HEADS, HEAD_SIZE) for _ in range(LAYERS)]
     tokens, scores = [], []
@@ -97,7 +97,7 @@ def generate(model, outer, rounds, noise: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def generate_plain(model, prompt: Tensor, sampling: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for one row: prompt [n] with nothing shared, sampling [new, VOCAB]."""
+    """Tokens and logits of one row without sharing: prompt [n], sampling [new, VOCAB]."""
     past: list[tuple[Tensor, Tensor] | None] = [None] * LAYERS
 
     def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def pieces(count: int, most: int) -> tuple[Tensor, Tensor]:
 
 @torch.inference_mode()
 def main() -> None:
-    """Both loops, compared."""
+    """Run both loops and compare them."""
     torch.manual_seed(0)
     model = Model()
     system = torch.randint(VOCAB, (1, SYSTEM)), torch.tensor([SYSTEM], dtype=torch.int32)
@@ -155,7 +155,7 @@ def main() -> None:
     total = tokens.numel()
     print(
         f"sampled {total} tokens in {seconds:.2f} s: {ROUNDS} rounds of {PROBLEMS[0]} problems x "
-        f"{SAMPLES} samples, below {FEW_SHOT[0]} sets of examples and 1 system prompt\n"
+        f"{SAMPLES} samples, under {FEW_SHOT[0]} sets of examples and 1 system prompt\n"
         f"a step reads {held // ROUNDS} tokens of shared KV per layer; its {batch} rows see "
         f"{seen // ROUNDS} (mean of the rounds)\n"
         f"against plain attention, row by row: {equal} of {total} tokens equal, largest logit "

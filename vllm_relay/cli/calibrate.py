@@ -1,4 +1,4 @@
-"""``vllm-relay calibrate``: measure what this machine's attention costs."""
+"""``vllm-relay calibrate``: the cost model's constants, measured on this machine."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from vllm_relay.cli.engine import read_engine_args
 if TYPE_CHECKING:
     from vllm_relay.sharing.cost_store import Constants
 
-# What the engine keeps KV in while it is measured, in GiB: the largest step must fit.
+# GiB of the KV cache during the measurement: the largest step must fit.
 KV_SPACE = "4"
 
 
@@ -28,19 +28,19 @@ def calibrate(
     ] = None,
     shape: Annotated[
         str | None,
-        typer.Option(metavar="HEADS/KV_HEADS/SIZE", help="Instead of a model: 32/8/128, say."),
+        typer.Option(metavar="HEADS/KV_HEADS/SIZE", help="In place of a model, such as 32/8/128."),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", help="Default: where the backend looks for it."),
+        typer.Option("-o", "--output", help="Default: the file that the backend reads."),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure attention on this machine, so that relay knows when it pays.
+    """Measure the cost of attention on this machine.
 
-    Starts the engine with the model's layers, times its kernels for half a minute, and keeps the
-    constants per device, threads and head shape. Any other option is vLLM's own: give those that
-    you serve with. CPU engines only.
+    Relay predicts from it which groups pay. Starts the engine with the model's layers, times its
+    kernels for half a minute, and keeps the constants per device, threads and head shape. Any
+    other option is vLLM's: give those that you serve with. CPU engines only.
     """
     from vllm_relay.sharing.cost_store import Constants, save, user_file
 
@@ -63,7 +63,7 @@ def calibrate(
 
 
 def _write_config(folder: Path, shape: str) -> str:
-    """A model of two layers with these heads, without weights."""
+    """A model of four layers with these heads, without weights; returns its folder."""
     parts = shape.split("/")
     if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
         raise ValueError(f"--shape: expected HEADS/KV_HEADS/SIZE, got {shape!r}")

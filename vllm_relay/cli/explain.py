@@ -1,4 +1,4 @@
-"""``vllm-relay explain``: what the requests of a log share as they decode, and what that saves."""
+"""``vllm-relay explain``: a request log replayed, with its shared KV reads and their gain."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 class Objective(StrEnum):
-    """What groups are chosen for: the least predicted time, or the fewest KV tokens read."""
+    """The quantity that groups minimise: predicted time, or KV tokens read."""
 
     TIME = "time"
     READS = "reads"
@@ -29,7 +29,7 @@ class Objective(StrEnum):
 
 @dataclass(frozen=True)
 class Heads:
-    """Of one attention layer."""
+    """Head shape of one attention layer."""
 
     heads: int = 32
     kv_heads: int = 8
@@ -59,20 +59,18 @@ def explain(
     ] = None,
     objective: Annotated[
         Objective,
-        typer.Option("--objective", help="What to make least: predicted time, or KV tokens read."),
+        typer.Option("--objective", help="Minimise predicted time, or KV tokens read."),
     ] = Objective.TIME,
     max_levels: Annotated[
         str,
-        typer.Option(
-            "--max-levels", metavar="N", help="Most levels of nested groups; relay uses 3 on CPUs."
-        ),
+        typer.Option("--max-levels", metavar="N", help="Most levels of nested groups; CPUs use 3."),
     ] = "all",
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Write a PNG of KV reads over time.")
     ] = None,
     model: Annotated[
         Path | None,
-        typer.Option("--model", help="Folder: heads from its config.json, and its tokenizer."),
+        typer.Option("--model", help="Folder with config.json (heads) and tokenizer."),
     ] = None,
     heads: Annotated[
         int | None, typer.Option("--heads", min=1, help="Query heads.", show_default="32")
@@ -84,17 +82,17 @@ def explain(
         int | None, typer.Option("--head-size", min=1, help="Head size.", show_default="128")
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", help="Folder, for rows of text.")
+        Path | None, typer.Option("--tokenizer", help="Folder, for lines of text.")
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option("--device", help="Whose costs; see calibrate.", show_default="this machine"),
+        typer.Option("--device", help="Device of the costs.", show_default="this machine"),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Replay a request log: who would share what, KV reads saved, predicted speed-up.
+    """Replay a request log: shared prefixes, KV reads saved, predicted speed-up.
 
-    Each line of TRACE is a JSON object that says what a prompt was:
+    Each line of TRACE is a JSON object with one prompt:
 
     - hash_ids (a number per block), input_length, output_length, as Mooncake
 
@@ -106,8 +104,8 @@ def explain(
     timestamp, in milliseconds.
 
     The replay is a closed loop of decode steps: requests start in the order
-    of their timestamps, each as soon as there is a place. Prefill is not
-    modelled; speed-ups are those of attention in decode steps.
+    of their timestamps, each as soon as there is room. The replay has no
+    prefill; speed-ups are those of attention in decode steps.
     """
     with one_line_errors(), ExitStack() as files:
         levels = _levels(max_levels)
@@ -165,7 +163,7 @@ def _levels(given: str) -> int:
 def _shape(
     model: Path | None, heads: int | None, kv_heads: int | None, head_size: int | None
 ) -> Heads:
-    """The options' heads, or the model's."""
+    """The head shape of the options, or of the model."""
     if model is None:
         shape = Heads(
             heads or Heads.heads, kv_heads or Heads.kv_heads, head_size or Heads.head_size
@@ -195,7 +193,7 @@ def _heads_of(path: Path) -> Heads:
 
 
 def _tokenize(folder: Path | None) -> "Tokenize | None":
-    """Text or messages to token ids; the tokenizer is loaded for the first row that needs it."""
+    """A function from text or messages to token ids; the first call loads the tokenizer."""
     if folder is None:
         return None
     loaded: list[Any] = []
@@ -217,7 +215,7 @@ def _tokenize(folder: Path | None) -> "Tokenize | None":
 
 @contextmanager
 def _progress(doing: str, total: int) -> Iterator[Callable[[int], None]]:
-    """``report(requests done)``: a bar in a terminal, nothing elsewhere."""
+    """A progress bar: ``report(requests done)``. Nothing outside a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
