@@ -16,11 +16,11 @@ import torch
 
 from tests.unit.ops import inputs
 from vllm_relay.ops import context_attention, providers, reference, system_attention
-from vllm_relay.ops.attention.native import context_sequences
 from vllm_relay.ops.fusion.native import fuse
 from vllm_relay.ops.native import library as native
 from vllm_relay.ops.native.packed import PackedSegment
-from vllm_relay.ops.step.native import StepAttention
+from vllm_relay.ops.step.native import NativeStep
+from vllm_relay.sharing import Forest, Group, Segment, make_plan
 
 LAYOUTS = ("tokens", "heads", "turned", "packed")
 
@@ -99,55 +99,36 @@ def check_step(rng: random.Random, seed: int) -> None:
     heads, kv_heads, size, dtype = _shape(rng)
     block = rng.choice([32, 64, 128])
     groups = [(rng.randint(1, 4), rng.randint(1, 4)) for _ in range(rng.randint(1, 3))]
-    shared = [blocks for rows, blocks in groups for _ in range(rows)] + [0] * rng.randint(0, 2)
+    group_of = [g for g, (rows, _) in enumerate(groups) for _ in range(rows)]
+    group_of += [-1] * rng.randint(0, 2)
+    if rng.random() < 0.5:  # else the plan's order is that of the batch
+        rng.shuffle(group_of)
+    shared = [groups[g][1] if g >= 0 else 0 for g in group_of]
     queries = [rng.randint(1, 4) for _ in shared]
     own = [rng.randint(n, 2 * block) for n in queries]
     lens = [blocks * block + n for blocks, n in zip(shared, own, strict=True)]
     args = {"heads": (heads, kv_heads), "head_size": size, "block_size": block, "dtype": dtype}
     step = inputs.paged(lens, queries, **args, layout=rng.choice(LAYOUTS), seed=seed)
-    rows_of = np.split(np.arange(len(lens)), np.cumsum([rows for rows, _ in groups]))
-    for rows, (_, blocks) in zip(rows_of[:-1], groups, strict=True):
-        step.block_table[rows, :blocks] = step.block_table[rows[0], :blocks].clone()
-    starts = step.query_start_loc.numpy()
     layout = native.layout_of(step.k_cache, step.v_cache, paged=True)
-    segments, sequences = [], []
-    for rows, (_, blocks) in zip(rows_of[:-1], groups, strict=True):
-        table = step.block_table[rows[0]].numpy()
-        first, end = starts[rows[0]], starts[rows[-1] + 1]
-        which = 0
-        if rng.random() < 0.5:
-            tokens = blocks * block
-            segments.append(PackedSegment(layout, kv_heads, size, dtype, tokens, table))
-            which = len(segments)
-        sequences.append([first, end - first, blocks * block, 0, 0, which, table.ctypes.data])
-    width = max(1, max(-(-n // block) for n in own))
-    contexts = np.zeros((len(lens), width), dtype=np.int32)
-    for row, blocks in enumerate(shared):
-        mine = step.block_table[row, blocks : blocks + -(-own[row] // block)].numpy()
-        contexts[row, : len(mine)] = mine
-    rest = context_sequences(contexts, np.array(own), starts)
-    rest[:, native.PARTIAL] = 1
-    count = int(starts[-1])
-    places = torch.randperm(count) if rng.random() < 0.5 else None
-    attention = StepAttention(
-        np.concatenate([np.array(sequences, dtype=np.int64).reshape(-1, native.TABLE + 1), rest]),
-        (step, contexts),
-        places,
-        tokens=count,
-        partials=2,
-        segments=len(segments),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_size=size,
-        dtype=dtype,
-        scale=size**-0.5,
+    level, packed, segments = [], [], []
+    for g, (_, blocks) in enumerate(groups):
+        members = np.flatnonzero(np.array(group_of) == g).astype(np.int32)
+        step.block_table[members, :blocks] = step.block_table[members[0], :blocks].clone()
+        level.append(Group(Segment(0, blocks), members))
+        packed.append(rng.random() < 0.5)
+        if packed[-1]:
+            table = step.block_table[members[0]].numpy()
+            segment = PackedSegment(layout, kv_heads, size, dtype, blocks * block, table)
+            segments.append(segment.layout)
+    plan = make_plan(
+        Forest((tuple(level),), len(lens), block),
+        step.block_table.numpy(),
+        np.array(lens, dtype=np.int32),
+        step.query_start_loc.numpy(),
     )
-    query, out = step.q, torch.full_like(step.q, torch.nan)
-    if places is not None:
-        query = torch.empty_like(step.q)
-        query[places] = step.q
-    attention.run(query, layout, [segment.layout for segment in segments], out)
-    got = out if places is None else out[places]
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_size": size, "dtype": dtype}
+    got = torch.full_like(step.q, torch.nan)
+    NativeStep(plan, packed, **shape, scale=size**-0.5).run(step.q, layout, segments, got)
     exact, usual = [], []
     for row in range(len(lens)):
         q, k, v = step.row(row)
