@@ -118,8 +118,7 @@ def check_step(rng: random.Random, seed: int) -> None:
         packed.append(rng.random() < 0.5)
         if packed[-1]:
             table = step.block_table[members[0]].numpy()
-            segment = PackedSegment(layout, kv_heads, size, dtype, blocks * block, table)
-            segments.append(segment.layout)
+            segments.append(PackedSegment(layout, kv_heads, size, dtype, blocks * block, table))
     plan = make_plan(
         Forest((tuple(level),), len(lens), block),
         step.block_table.numpy(),
@@ -128,7 +127,8 @@ def check_step(rng: random.Random, seed: int) -> None:
     )
     shape = {"heads": heads, "kv_heads": kv_heads, "head_size": size, "dtype": dtype}
     got = torch.full_like(step.q, torch.nan)
-    NativeStep(plan, packed, **shape, scale=size**-0.5).run(step.q, layout, segments, got)
+    attention = NativeStep(plan, packed, **shape, scale=size**-0.5)
+    attention.run(step.q, layout, [segment.layout for segment in segments], got)
     exact, usual = [], []
     for row in range(len(lens)):
         q, k, v = step.row(row)
