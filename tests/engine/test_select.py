@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from benchmarks.common import OFFLINE
-from benchmarks.random_model import write_random_model
 from openai import OpenAI
 
+from benchmarks.harness.random_model import write_random_model
 from tests.engine.engine import SMOLLM2, environment, run_engine
 from vllm_relay.serving.processes import beside_python, serving
 
