@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.random_model import VOCABULARY, write_random_model
 
+from benchmarks.harness.random_model import VOCABULARY, write_random_model
 from tests.engine.engine import run_engine
 from tests.engine.run_load import WAVES
 

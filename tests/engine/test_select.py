@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.common import OFFLINE
 from openai import OpenAI
 
+from benchmarks.harness.environment import OFFLINE
 from benchmarks.harness.random_model import write_random_model
 from tests.engine.engine import SMOLLM2, environment, run_engine
 from vllm_relay.serving.processes import beside_python, serving
