@@ -129,8 +129,12 @@ def check(plan: DevicePlan, batch: Batch) -> list[list[tuple[list[int], list[int
         batch.query_lens,
     )
     forest, start = [], {row: 0 for row in range(len(batch.table))}
+    around = dict.fromkeys(start, 0)
     for level in levels:
         made = []
+        # A forest has groups in the order of those around them; the dense group may stand ahead.
+        level = sorted(level, key=lambda group: around[group[0][0]])
+        around = {row: index for index, (rows, _) in enumerate(level) for row in rows}
         for rows, blocks in level:
             made.append(Group(Segment(start[rows[0]], len(blocks)), np.array(rows, dtype=np.int32)))
             for row in rows:
