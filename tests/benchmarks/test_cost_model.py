@@ -13,13 +13,14 @@ from tests.engine.engine import ROOT, environment
 from vllm_relay.sharing.cost_store import load
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
+# The engine in the script's own process: one start of Python and vLLM less.
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def run(*command: str, cwd: Path, status: tuple[int, ...] = (0,), **env: str) -> str:
     done = subprocess.run(
         [sys.executable, *command],
-        # the engine in the command's own process: one start of Python and vLLM less
-        env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", **env),
+        env=environment(**env),
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -56,6 +57,7 @@ def test_the_grid_runs_and_outputs_agree(tmp_path: Path) -> None:
         # so small a run need not reach the bars, but it has to measure
         status=(0, 1),
         VLLM_RELAY_DEVICES=str(tmp_path / "none.json"),
+        **IN_PROCESS,
     )
     assert "outputs differ" not in text
     assert re.search(r"points\s+│\s+3 ", text), text
@@ -66,6 +68,7 @@ def test_planning_is_timed_in_a_step(tmp_path: Path) -> None:
         str(ROOT / "benchmarks" / "suites" / "bench_planning.py"),
         *("--heads", "2", "1", "64", "--requests", "6", "--shared", "512", "--steps", "8"),
         cwd=tmp_path,
+        **IN_PROCESS,
     )
     line = r"6 requests, 512 shared tokens, groups {}.*?: a plan takes \d+\.\d\d ms"
     text = " ".join(text.split())
