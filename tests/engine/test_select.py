@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SMALL = ["--max-model-len", "2048", "--enforce-eager", "--max-num-seqs", "16"]
 # Without it vLLM kills its workers when a server stops, before they can report.
-IN_ORDER = ["--shutdown-timeout", "10"]
+IN_ORDER = ["--shutdown-timeout", "60"]
 # The engine in a process of its own.
 APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 SETTINGS = {"relay": {"min_saved_tokens": 0}}
