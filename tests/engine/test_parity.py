@@ -69,7 +69,7 @@ def _random_tokens(_: Path) -> np.ndarray:
 def _text_tokens(model: Path) -> np.ndarray:
     from transformers import AutoTokenizer
 
-    text = (Path(__file__).parents[2] / "benchmarks" / "text" / "gpl-3.txt").read_text()
+    text = (Path(__file__).parents[2] / "benchmarks" / "harness" / "text" / "gpl-3.txt").read_text()
     ids = AutoTokenizer.from_pretrained(model)(text)["input_ids"]
     return np.array(ids * 3)
 

@@ -67,6 +67,8 @@ def make_bench(
             cpu_attn, "get_num_attention_heads_from_layers", lambda *args: heads, create=True
         ),
         mock.patch.object(cpu, "get_layers_from_vllm_config", layers),
+        # It would write to pytest's log when that is closed.
+        mock.patch.object(cpu.metrics, "report_at_exit"),
     ):
         impl = cpu_impl.RelayImpl(heads, dim, dim**-0.5, kv_heads, None, None, "auto")
         impl.isa = isa

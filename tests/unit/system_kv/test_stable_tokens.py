@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from tests.engine.engine import ROOT, SMOLLM2
 from vllm_relay.system_kv.prompts import _stable_tokens, common_prefix
 
-GPL = (ROOT / "benchmarks" / "text" / "gpl-3.txt").read_text()
+GPL = (ROOT / "benchmarks" / "harness" / "text" / "gpl-3.txt").read_text()
 MULTILINGUAL = (
     "日本語で答えてください。東京は雨です、「はい」とだけ。",
     "你好，世界！今天天气怎么样？请用中文回答。",  # noqa: RUF001
