@@ -53,14 +53,14 @@ def time_planner(rows: int, columns: int, repeats: int = 9) -> dict[str, Any]:
     """Milliseconds to plan a new batch, and one whose blocks are those of the last step."""
     table = tree(rows, columns)
     lens = np.full(rows, columns * BLOCK, dtype=np.int32)
-    queries = np.ones(rows, dtype=np.int32)
+    queries, starts = np.ones(rows, dtype=np.int32), np.arange(rows + 1, dtype=np.int32)
     new, kept = [], []
     for _ in range(repeats):
         planner = Planner(BLOCK, costs_that_pay(), 3)
         for times in (new, kept):
             begun = time.perf_counter()
             choice = planner.plan(table, lens, queries)
-            make_plan(choice.forest, table, lens)
+            make_plan(choice.forest, table, lens, starts)
             times.append(time.perf_counter() - begun)
     return {
         "part": "planner",
