@@ -62,7 +62,7 @@ def install(package: Path, target: Path, **environment: str) -> None:
 
 
 def use(target: Path, **environment: str) -> str:
-    """What `USE` prints with the package in this folder."""
+    """Output of `USE` with the package in this folder."""
     script = f"import sys; sys.path.insert(0, {str(target)!r})\n{USE}"
     # not from the repository, where the package lies, too
     used = subprocess.run(

@@ -156,7 +156,7 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         elif len(served) > 1:
             reason = "layers differ in their heads or their scale"
         else:
-            # Of the whole model: another builder may relay the layers of another KV cache group.
+            # The whole model counts: another builder may relay another KV cache group.
             every = get_layers_from_vllm_config(vllm_config, Attention).values()
             of_model = {x.impl.refusal or "" for x in every if isinstance(x.impl, RelayImpl)}
             if "" not in of_model:

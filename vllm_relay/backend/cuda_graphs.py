@@ -35,7 +35,7 @@ class FullGraphs:
         self._builders[tuple(sorted(builder.layer_names))] = builder
 
     def add_plain(self) -> None:
-        """Have runner V2 capture full graphs without relay, too; say so where it cannot."""
+        """Make runner V2 capture full graphs without relay, too; logged where it cannot."""
         try:
             compat.capture_plain_graphs(self)
         except TargetMoved as error:

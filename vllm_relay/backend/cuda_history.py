@@ -1,4 +1,4 @@
-"""What planned steps shared, as far as the host may use it: which of the next steps to plan."""
+"""The sharing of recent planned steps, which decides which of the next steps to plan."""
 
 from collections import deque
 

@@ -28,7 +28,7 @@ def engine_refusal(builder: Any, vllm_config: VllmConfig) -> str | None:
         ),
         (vllm_config.model_config.is_mm_prefix_lm, "attention both ways over images"),
         (builder.rswa_window is not None, "reference sliding window attention"),
-        # Who shares with a request changes how its sums are split.
+        # Sharing changes how the sums of a request are split.
         (flash_attn.envs.VLLM_BATCH_INVARIANT, "batch invariance is asked for"),
         (getattr(spec, "sliding_window", None) is not None, "a sliding window"),
         (getattr(spec, "attention_chunk_size", None) is not None, "chunked local attention"),

@@ -30,7 +30,7 @@ REQUESTS = (("a", 5, 37), ("b", 3, 1), ("a", 5, 80), ("", 0, 50), ("a", 5, 1), (
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """What the kernels of a layer depend on; names as in vLLM's FlashAttentionImpl and builder.
+    """Parameters of a layer's kernels; names as in vLLM's FlashAttentionImpl and builder.
 
     Attributes:
         max_seq_len: upper bound of lengths that calls are given. max_num_splits: as in full CUDA

@@ -154,7 +154,7 @@ def test_costs_come_from_a_file_and_a_bad_one_is_named(
     assert costs.stock.first > 0 and costs.system.pair > 0
     said = [record.getMessage() for record in caplog.records]
     assert any(str(path) in line for line in said) == (text == "{")
-    # Of another machine than those of the package, a guess: said, with how to measure.
+    # Costs of another machine are a guess: logged, with how to measure.
     bench.builder.isa = "no such instructions"
     with caplog.at_level("WARNING", logger="vllm.relay"):
         wider = bench.builder._costs_of(bench.impl, None)

@@ -35,7 +35,7 @@ def nothing_left_behind(monkeypatch):
 
 
 def forget():
-    """What has been found of packages and providers so far."""
+    """Packages and providers found so far."""
     requirements.module.cache_clear()
     for provider in providers._registered.values():
         provider.__dict__.pop("implementation", None)

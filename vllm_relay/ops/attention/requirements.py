@@ -1,4 +1,4 @@
-"""What a provider may need of a machine or of tensors, each told by the reason it is missing."""
+"""Requirements of providers on machine and tensors; each check returns the reason it fails."""
 
 import importlib
 from functools import cache

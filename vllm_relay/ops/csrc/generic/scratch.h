@@ -1,4 +1,4 @@
-// What one thread works with between memory and registers, laid out in memory it is given.
+// Scratch memory of one thread between memory and registers, laid out in a given buffer.
 #pragma once
 #include "../kernels.h"
 #include "dot.h"
