@@ -43,10 +43,8 @@ def test_calibrate_measures_and_keeps_what_the_backend_then_finds(tmp_path: Path
     assert shown["path"] == str(kept)
     (entry,) = load(kept)
     assert (entry.heads, entry.kv_heads, entry.head_size, entry.dtype) == (4, 2, 64, "bfloat16")
-    # Beside other work the fit may put the cost of reading into any of these terms.
-    for kernel in (entry.stock, entry.context, entry.system, entry.packed):
-        assert kernel.first + kernel.read + kernel.far + kernel.pair > 0
-    assert entry.copy > 0
+    assert entry.stock.pair + entry.stock.read > 0 and entry.stock.first > 0
+    assert entry.system.pair > 0 and entry.copy > 0
     # a fit of nonsense would be off by much more
     assert all(error < 0.5 for error in shown["errors"].values()), shown["errors"]
 
