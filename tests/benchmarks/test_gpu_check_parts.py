@@ -12,8 +12,8 @@ from benchmarks.gpu.batches import BLOCK, agrees, forest_tables, shared_batch
 from benchmarks.gpu.journal import Wrong
 from benchmarks.gpu.timing import Ceilings, DecodeStep
 from tests.reference_flash import flash_attn_varlen_func as reference_varlen
+from tests.unit.sharing.forests import find_forest
 from vllm_relay.ops import reference
-from vllm_relay.sharing import find_forest
 
 # 4 TB/s of reads, 800 TFLOP/s
 CEILINGS = Ceilings(copy=3.9e12, read=4e12, matmul=8e14)

@@ -4,7 +4,7 @@ from vllm_relay.sharing.cost import Costs, KernelCosts, StepShape, predict, pred
 from vllm_relay.sharing.forest import Forest, Group, Level, Segment
 from vllm_relay.sharing.plan import HostPlan, blocks_of, make_plan, stats_of
 from vllm_relay.sharing.planner import Planner
-from vllm_relay.sharing.policy import Choice, choose, find_forest
+from vllm_relay.sharing.policy import Choice, choose
 from vllm_relay.sharing.trie import Trie, build_trie
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "blocks_of",
     "build_trie",
     "choose",
-    "find_forest",
     "make_plan",
     "predict",
     "predict_stock",

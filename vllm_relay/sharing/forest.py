@@ -48,43 +48,27 @@ class Forest:
     def num_groups(self) -> int:
         return sum(len(level) for level in self.levels)
 
-    def validate(self) -> None:
-        """Check the structure, not whether the blocks are shared: the block table decides that.
 
-        Raises:
-            ValueError: the first rule that is broken.
-        """
-        if self.block_size < 1 or self.num_rows < 0:
-            raise ValueError("forest: block_size must be >= 1 and num_rows >= 0")
-        parent = np.zeros(self.num_rows, dtype=np.int32)  # one common root above level 0
-        end_of = {0: 0}
-        for depth, level in enumerate(self.levels):
-            if not level:
-                raise ValueError(f"forest: level {depth} is empty")
-            owner = np.full(self.num_rows, -1, dtype=np.int32)
-            last_parent = 0
-            for index, group in enumerate(level):
-                name = f"forest: level {depth}, group {index}"
-                self._validate_group(group, name)
-                parents = np.unique(parent[group.rows])
-                if len(parents) != 1 or parents[0] < 0:
-                    raise ValueError(f"{name}: rows must lie in one group of the level above")
-                if parents[0] < last_parent:
-                    raise ValueError(f"{name}: groups must be in the order of those around them")
-                last_parent = int(parents[0])
-                if group.segment.start != end_of[int(parents[0])]:
-                    raise ValueError(f"{name}: the segment must start where the one above ends")
-                if (owner[group.rows] >= 0).any():
-                    raise ValueError(f"{name}: a row is in another group of this level")
-                owner[group.rows] = index
-            parent = owner
-            end_of = {index: group.segment.end for index, group in enumerate(level)}
+def check_batch(
+    block_table: NDArray[np.int32], lens: NDArray[np.int32], block_size: int, *, lens_name: str
+) -> None:
+    """Raise ValueError unless block_table is int32 [R, M], lens int32 [R] >= 0, block_size >= 1."""
+    if not _is_int32(block_table, 2):
+        raise ValueError(f"block_table must be an int32 array [R, M], got {_describe(block_table)}")
+    if not _is_int32(lens, 1) or len(lens) != len(block_table):
+        expected = f"an int32 array [{len(block_table)}]"
+        raise ValueError(f"{lens_name} must be {expected}, got {_describe(lens)}")
+    if block_size < 1:
+        raise ValueError(f"block_size must be >= 1, got {block_size}")
+    if len(lens) and lens.min() < 0:
+        raise ValueError(f"{lens_name} must be >= 0, got {int(lens.min())}")
 
-    def _validate_group(self, group: Group, name: str) -> None:
-        rows = group.rows
-        if rows.dtype != np.int32 or rows.ndim != 1 or len(rows) < 2:
-            raise ValueError(f"{name}: rows must be int32 [>= 2]")
-        if rows[0] < 0 or rows[-1] >= self.num_rows or (np.diff(rows) <= 0).any():
-            raise ValueError(f"{name}: rows must ascend within [0, {self.num_rows})")
-        if group.segment.blocks < 1:
-            raise ValueError(f"{name}: a segment has at least one block")
+
+def _is_int32(array: object, ndim: int) -> bool:
+    return isinstance(array, np.ndarray) and array.dtype == np.int32 and array.ndim == ndim
+
+
+def _describe(array: object) -> str:
+    if isinstance(array, np.ndarray):
+        return f"{array.dtype} {list(array.shape)}"
+    return type(array).__name__

@@ -6,8 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_relay.plan import Part, Plan, SharingStats
-from vllm_relay.sharing._checks import check_batch
-from vllm_relay.sharing.forest import Forest, Group, Int32Array, Level
+from vllm_relay.sharing.forest import Forest, Group, Int32Array, Level, check_batch
 
 HostPlan = Plan[NDArray[np.int32]]
 
@@ -22,7 +21,7 @@ def make_plan(
     fills the gap, so that the k-th sequence with keys is the k-th group of the forest's level.
 
     Args:
-        forest: valid for these requests (`Forest.validate`).
+        forest: of these requests, see `Forest`.
         block_table: int32 [R, M], the table that the forest was found in.
         seq_lens: int32 [R], length of each request with this step's query tokens; 0 for padding.
         query_start_loc: int32 [R + 1], offsets of each request's query tokens.

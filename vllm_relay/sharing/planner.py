@@ -4,9 +4,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_relay.sharing._checks import check_batch
 from vllm_relay.sharing.cost import Costs, StepShape
-from vllm_relay.sharing.forest import Int32Array
+from vllm_relay.sharing.forest import Int32Array, check_batch
 from vllm_relay.sharing.policy import Choice, choose
 from vllm_relay.sharing.trie import build_trie
 
@@ -29,9 +28,18 @@ class Planner:
         self._kept: _Kept | None = None
 
     def plan(self, block_table: Int32Array, seq_lens: Int32Array, query_lens: Int32Array) -> Choice:
-        """The groups of one step; arguments as `StepShape`, errors as `find_forest`.
+        """The groups of one step; predictions are of the step in which they were chosen.
 
-        The predictions are those of the step in which the groups were chosen.
+        Two requests share a block iff they hold the same id at the same column and at every column
+        before it: identity is the physical block (contract 2). Only full blocks computed before a
+        request's first query token count (contract 1); an id <= 0 (vLLM's null block) ends them.
+
+        Args:
+            block_table: int32 [R, M]. Columns past a request's computed blocks are not trusted.
+            seq_lens, query_lens: int32 [R], as `StepShape`; 0 for padding.
+
+        Raises:
+            ValueError: a wrong shape or dtype, a negative length, or block_size < 1.
         """
         kept = self._kept
         if kept is not None and kept.holds(block_table, seq_lens, query_lens, self.block_size):
@@ -59,8 +67,7 @@ class _Kept:
     """A choice and the part of the step that it was made from.
 
     The trie is the same while the leading columns and, within them, the computed blocks of every
-    request
-    are: two requests differ, or one ends, before the last of these columns.
+    request are: two requests differ, or one ends, before the last of these columns.
     """
 
     columns: Int32Array

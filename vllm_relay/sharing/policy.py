@@ -3,10 +3,9 @@
 At every node of the trie there is one choice, to end a group there or not, and its price (a call,
 and the segment's first read) is weighed against what the requests below save. That is a recursion
 from the leaves to the root, for each node once per group that may lie around it. Two families of
-forests are
-tried: groups inside groups, with 1, 2, ... levels; and one level whose groups lie side by side,
-where requests of one prefix may be in different groups. The forest with the least predicted time
-(`cost.predict`) is taken, or none where vLLM's own attention is predicted to be as fast.
+forests are tried: groups inside groups, with 1, 2, ... levels; and one level whose groups lie side
+by side, where requests of one prefix may be in different groups. The forest with the least
+predicted time (`cost.predict`) is taken, or none where vLLM's own attention is as fast.
 
 Over random steps, a grid and a recorded trace its predicted time is held to the optimum, found by
 another search in tests/unit/sharing/optimum.py. On GPUs Triton kernels approximate it
@@ -18,10 +17,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_relay.sharing._checks import check_batch
-from vllm_relay.sharing.cost import Costs, StepShape, predict, predict_stock, reads
-from vllm_relay.sharing.forest import Forest, Group, Int32Array, Segment
-from vllm_relay.sharing.trie import Trie, build_trie
+from vllm_relay.sharing.cost import Costs, StepShape, predict, predict_stock
+from vllm_relay.sharing.forest import Forest, Group, Segment
+from vllm_relay.sharing.trie import Trie
 
 Floats = NDArray[np.float64]
 
@@ -40,45 +38,6 @@ class Choice:
     shape: StepShape
     stock: float
     relay: float
-
-
-def find_forest(
-    block_table: Int32Array,
-    computed_lens: Int32Array,
-    block_size: int,
-    *,
-    seq_lens: Int32Array | None = None,
-    costs: Costs | None = None,
-    max_levels: int = 1,
-) -> Forest:
-    """The groups of requests whose shared leading blocks are best read once.
-
-    Two requests share a block iff they hold the same id at the same column and at every column
-    before
-    it: identity is the physical block (contract 2).
-
-    Args:
-        block_table: int32 [R, M], block ids. Columns past a request's computed blocks are not
-            trusted.
-        computed_lens: int32 [R], tokens of each request computed before its first query token of
-            this step; 0 for padding. Only full blocks count (contract 1), and an id <= 0 (vLLM's
-            null block) ends them. More tokens than the table holds count as all it holds.
-        block_size: tokens per block.
-        seq_lens: int32 [R], lengths with this step's query tokens; one more than computed where
-            None.
-        costs: minimised; the KV tokens that are read where None.
-        max_levels: most levels of groups.
-
-    Raises:
-        ValueError: a wrong shape or dtype, a negative length, block_size or max_levels < 1.
-    """
-    check_batch(block_table, computed_lens, block_size, lens_name="computed_lens")
-    if seq_lens is None:
-        seq_lens = computed_lens + np.int32(1)
-    check_batch(block_table, seq_lens, block_size, lens_name="seq_lens")
-    trie = build_trie(block_table, computed_lens, block_size)
-    shape = StepShape(trie, block_size, seq_lens, seq_lens - computed_lens)
-    return choose(shape, reads() if costs is None else costs, max_levels).forest
 
 
 def choose(shape: StepShape, costs: Costs, max_levels: int) -> Choice:

@@ -10,12 +10,13 @@ import triton
 import triton.language as tl
 
 from tests.triton.on_device import OnDevice, let_triton_see
+from tests.unit.sharing.forests import check_forest, find_forest
 from tests.unit.sharing.oracle import check_rows
 from tests.unit.sharing.simulated_pool import BLOCK_SIZE, MAX_COLUMNS, MAX_RUNNING, SimulatedPool
 from vllm_relay.ops.planning import group_kernels, launch
 from vllm_relay.ops.planning.device_plan import DevicePlan
 from vllm_relay.plan import Plan
-from vllm_relay.sharing import Forest, Group, Segment, find_forest
+from vllm_relay.sharing import Forest, Group, Segment
 
 STALE = 1_000_003
 
@@ -141,7 +142,7 @@ def check(plan: DevicePlan, batch: Batch) -> list[list[tuple[list[int], list[int
                 start[row] += len(blocks)
         if made:
             forest.append(tuple(made))
-    Forest(tuple(forest), len(batch.table), batch.block_size).validate()
+    check_forest(Forest(tuple(forest), len(batch.table), batch.block_size))
     last, _ = plan.newest()
     saved = sum((len(rows) - 1) * len(blocks) for level in levels for rows, blocks in level)
     assert last.tokens_saved == saved * batch.block_size

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.unit.sharing.forests import check_forest
 from vllm_relay.sharing import (
     Costs,
     Forest,
@@ -66,7 +67,7 @@ def test_predicted_time_of_vllms_own_attention() -> None:
 
 def test_predicted_time_with_two_levels_and_a_request_in_one() -> None:
     forest = Forest(((group(0, 2, 0, 1, 2),), (group(2, 1, 0, 1),)), 3, BLOCK_SIZE)
-    forest.validate()
+    check_forest(forest)
     system = 31 + 41 * 32 + (37 + 43 * 32) * 4 + 31 + 41 * 16 + (37 + 43 * 16) * 3
     left, first = np.array([12, 2, 8]), np.array([12, 2, 8])
     context = 13 + 17 * 4 + 19 * first.sum() + 23 * left.sum() + 29 * (12 + 2 * 2 + 8)

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_relay.sharing import Forest, Group, Segment, find_forest
+from tests.unit.sharing.forests import check_forest, find_forest
+from vllm_relay.sharing import Forest, Group, Segment
 
 BLOCK_SIZE = 4
 
@@ -19,7 +20,7 @@ def lens(*tokens: int) -> np.ndarray:
 
 
 def groups_of(forest: Forest) -> list[tuple[list[int], int]]:
-    forest.validate()
+    check_forest(forest)
     assert len(forest.levels) <= 1
     return [(g.rows.tolist(), g.segment.blocks) for level in forest.levels for g in level]
 
@@ -115,7 +116,7 @@ def test_a_chain_deeper_than_the_recursion_limit() -> None:
     for row in range(rows):
         blocks[row, : row + 1] = spine[: row + 1]
     forest = find_forest(blocks, np.full(rows, rows * BLOCK_SIZE, dtype=np.int32), BLOCK_SIZE)
-    forest.validate()
+    check_forest(forest)
     assert sum(len(g.rows) for g in forest.levels[0]) == rows
 
 
@@ -202,14 +203,14 @@ def test_row_order_does_not_change_what_is_saved(batch, random) -> None:
 
 
 @pytest.mark.parametrize(
-    ("block_table", "computed_lens", "block_size", "name"),
+    ("block_table", "computed lengths", "block_size", "name"),
     [
         (np.ones((2, 3), np.int64), lens(4, 4), 4, "block_table"),
         (np.ones(3, np.int32), lens(4, 4), 4, "block_table"),
         ([[1], [1]], lens(4, 4), 4, "block_table"),
-        (np.ones((2, 3), np.int32), lens(4, 4, 4), 4, "computed_lens"),
-        (np.ones((2, 3), np.int32), np.ones(2, np.int64), 4, "computed_lens"),
-        (np.ones((2, 3), np.int32), lens(4, -1), 4, "computed_lens"),
+        (np.ones((2, 3), np.int32), lens(4, 4, 4), 4, "computed lengths"),
+        (np.ones((2, 3), np.int32), np.ones(2, np.int64), 4, "computed lengths"),
+        (np.ones((2, 3), np.int32), lens(4, -1), 4, "computed lengths"),
         (np.ones((2, 3), np.int32), lens(4, 4), 0, "block_size"),
     ],
 )
@@ -222,9 +223,10 @@ def group(start: int, blocks: int, *rows: int) -> Group:
     return Group(Segment(start, blocks), np.array(rows, dtype=np.int32))
 
 
-def test_validate_accepts_two_levels() -> None:
+def test_two_levels_keep_the_rules() -> None:
     inner = (group(2, 3, 0, 1), group(1, 1, 4, 6))
-    Forest(((group(0, 2, 0, 1, 3), group(0, 1, 4, 5, 6)), inner), 7, BLOCK_SIZE).validate()
+    outer = (group(0, 2, 0, 1, 3), group(0, 1, 4, 5, 6))
+    check_forest(Forest((outer, inner), 7, BLOCK_SIZE))
 
 
 @pytest.mark.parametrize(
@@ -242,6 +244,6 @@ def test_validate_accepts_two_levels() -> None:
         (((group(0, 2, 0, 1),), (group(3, 1, 0, 1),)), "where the one above ends"),
     ],
 )
-def test_validate_names_the_broken_rule(levels, message: str) -> None:
+def test_the_broken_rule_is_named(levels, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Forest(levels, 5, BLOCK_SIZE).validate()
+        check_forest(Forest(levels, 5, BLOCK_SIZE))

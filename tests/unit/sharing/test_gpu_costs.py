@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from vllm_relay.sharing import find_forest, reads
+from tests.unit.sharing.forests import find_forest
+from vllm_relay.sharing import reads
 from vllm_relay.sharing.cost import gpu_costs, min_saved_tokens
 
 BLOCK_SIZE = 16

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.sharing.forests import check_forest, find_forest
 from tests.unit.sharing.oracle import check_rows
 from vllm_relay.sharing import (
     Forest,
     Group,
     HostPlan,
     Segment,
-    find_forest,
     make_plan,
     stats_of,
 )
@@ -128,7 +128,7 @@ def test_two_levels_fill_the_gaps_between_nested_groups() -> None:
     queries = [1, 2, 1, 1, 3, 1, 1, 1]
     outer = (group(0, 1, 0, 3, 5, 7), group(0, 2, 1, 2, 6))
     forest = Forest((outer, (group(1, 2, 0, 7), group(2, 1, 2, 6))), 8, BLOCK_SIZE)
-    forest.validate()
+    check_forest(forest)
     plan = make_plan(forest, block_table, seq_lens, starts_of(queries))
     check_plan(plan, forest, block_table, seq_lens, queries)
     # Requests in plan order: 0, 7, 3, 5; 2, 6, 1; 4.
@@ -189,7 +189,7 @@ def test_any_forest_can_be_put_together_again(
     case: tuple[Forest, np.ndarray, np.ndarray], seed: int
 ) -> None:
     forest, block_table, seq_lens = case
-    forest.validate()
+    check_forest(forest)
     queries = np.random.default_rng(seed).integers(1, 4, len(seq_lens))
     before = block_table.copy(), seq_lens.copy()
     plan = make_plan(forest, block_table, seq_lens, starts_of(queries))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.unit.sharing.exhaustive import Row, best_time
+from tests.unit.sharing.forests import check_forest
 from tests.unit.sharing.optimum import optimum
 from vllm_relay.sharing import (
     Choice,
@@ -86,7 +87,7 @@ def test_the_policy_is_near_the_optimum_over_3000_random_steps() -> None:
         rows, costs, levels = random_step(seed)
         shape = step(rows)
         choice = choose(shape, costs, levels)
-        choice.forest.validate()
+        check_forest(choice.forest)
         assert len(choice.forest.levels) <= levels
         assert choice.relay == predict(choice.forest, shape, costs) <= choice.stock
         over.append(choice.relay / optimum(shape, costs, levels).relay)
@@ -98,7 +99,7 @@ def test_the_optimum_is_within_five_percent_of_the_best_of_all_forests() -> None
     for seed in range(240):
         rows, costs, levels = random_step(seed)
         found = optimum(step(rows), costs, levels)
-        found.forest.validate()
+        check_forest(found.forest)
         best = best_time(rows, BLOCK_SIZE, costs, levels)
         assert best - 1e-6 * abs(best) <= found.relay <= 1.05 * best, seed
 
@@ -184,7 +185,7 @@ def test_published_trees_are_read_about_once(
     assert shape.tokens_once() == sum(np.multiply(nodes, tokens)) + nodes[-1]
     for levels, bound in ((1000, 1.02), (3, 1.12)):
         choice = choose(shape, reads(), levels)
-        choice.forest.validate()
+        check_forest(choice.forest)
         assert len(choice.forest.levels) <= levels
         assert choice.relay <= bound * shape.tokens_once()
 
@@ -199,7 +200,7 @@ def test_a_path_of_more_nodes_than_are_searched_loses_little() -> None:
         build_trie(table, lens - np.int32(1), BLOCK_SIZE), BLOCK_SIZE, lens, np.ones_like(lens)
     )
     choice = choose(shape, reads(), 1000)
-    choice.forest.validate()
+    check_forest(choice.forest)
     assert choice.relay < 1.1 * shape.tokens_once()
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.sharing.forests import check_forest, find_forest
 from tests.unit.sharing.simulated_pool import (
     BLOCK_SIZE,
     HEAD_SIZE,
@@ -22,7 +23,6 @@ from vllm_relay.sharing import (
     HostPlan,
     Planner,
     Segment,
-    find_forest,
     make_plan,
     reads,
 )
@@ -126,7 +126,7 @@ def run(
         pool.seen["two groups"] += forest.num_groups > 1
         pool.seen["two levels"] += len(forest.levels) > 1
         if forest.levels:
-            forest.validate()
+            check_forest(forest)
             rows = np.concatenate([group.rows for group in forest.levels[0]])
             pool.seen["relayed"] += 1
             pool.seen["with ungrouped"] += len(rows) < int((batch.seq_lens > 0).sum())

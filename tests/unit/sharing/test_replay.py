@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.unit.sharing.forests import find_forest
 from tests.unit.sharing.traces import Row, conversations, row, tree, write
 from vllm_relay.explain.replay import Replay, replay
 from vllm_relay.explain.trace import Request, Trace, read_trace
@@ -16,7 +17,6 @@ from vllm_relay.sharing import (
     KernelCosts,
     StepShape,
     build_trie,
-    find_forest,
     predict,
     predict_stock,
     reads,

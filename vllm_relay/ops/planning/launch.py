@@ -11,7 +11,7 @@ Who groups with whom, per level:
    with it, the group takes the one that saves most reads, (members - 1) * depth.
 4. *lay_out*: rows that reach that depth are the members; places, segments and contexts are written.
 
-The reference is the plain definition in the tests; the host's policy is `sharing.find_forest`.
+The reference is the plain definition in the tests; the host's policy is `sharing.policy`.
 """
 
 from dataclasses import dataclass
