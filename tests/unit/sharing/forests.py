@@ -9,15 +9,12 @@ def find_forest(
     block_table: np.ndarray,
     computed_lens: np.ndarray,
     block_size: int,
-    *,
-    seq_lens: np.ndarray | None = None,
     costs: Costs | None = None,
-    max_levels: int = 1,
 ) -> Forest:
-    """The groups of one step, by default of those with the fewest KV reads and one query each."""
-    lens = computed_lens + np.int32(1) if seq_lens is None else seq_lens
-    planner = Planner(block_size, reads() if costs is None else costs, max_levels)
-    return planner.plan(block_table, lens, lens - computed_lens).forest
+    """One level of groups of requests with one query each; by default the fewest KV reads."""
+    planner = Planner(block_size, reads() if costs is None else costs, max_levels=1)
+    lens = computed_lens + np.int32(1)
+    return planner.plan(block_table, lens, np.ones_like(lens)).forest
 
 
 def check_forest(forest: Forest) -> None:

@@ -203,7 +203,7 @@ def test_row_order_does_not_change_what_is_saved(batch, random) -> None:
 
 
 @pytest.mark.parametrize(
-    ("block_table", "computed lengths", "block_size", "name"),
+    ("block_table", "computed_lens", "block_size", "name"),
     [
         (np.ones((2, 3), np.int64), lens(4, 4), 4, "block_table"),
         (np.ones(3, np.int32), lens(4, 4), 4, "block_table"),

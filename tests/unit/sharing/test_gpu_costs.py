@@ -35,4 +35,4 @@ def test_the_policy_of_the_host_has_the_same_threshold(rows: int) -> None:
         table = np.arange(1, rows * (blocks + 1) + 1, dtype=np.int32).reshape(rows, -1)
         table[:, :blocks] = table[0, :blocks]
         computed = np.full(rows, blocks * BLOCK_SIZE, dtype=np.int32)
-        assert bool(find_forest(table, computed, BLOCK_SIZE, costs=costs).levels) == pays
+        assert bool(find_forest(table, computed, BLOCK_SIZE, costs).levels) == pays

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.unit.sharing.forests import find_forest
 from tests.unit.sharing.traces import Row, conversations, row, tree, write
 from vllm_relay.explain.replay import Replay, replay
 from vllm_relay.explain.trace import Request, Trace, read_trace
@@ -17,6 +16,7 @@ from vllm_relay.sharing import (
     KernelCosts,
     StepShape,
     build_trie,
+    choose,
     predict,
     predict_stock,
     reads,
@@ -76,9 +76,7 @@ def recount(
         trie = build_trie(table, computed, BLOCK)
         shape = StepShape(trie, BLOCK, lens, np.ones_like(lens))
         # The replay chooses for the middle of a batch's steps; all of them save as many tokens.
-        forest = find_forest(
-            table, computed, BLOCK, seq_lens=lens, costs=costs, max_levels=max_levels
-        )
+        forest = choose(shape, costs, max_levels).forest
         relay = int(lens.sum())
         for level in forest.levels:
             for group in level:
