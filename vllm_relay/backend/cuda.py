@@ -165,10 +165,10 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
             return metadata
         self.history.begin_step(self.device_plan)
         if self._capture:
-            wanted = not graphs.capturing_plain()
+            wanted = not graphs.capturing_plain
         else:
             # A graph that stands alone has relay in it and needs the plan.
-            needed = self.use_full_cuda_graph and not graphs.have_both()
+            needed = self.use_full_cuda_graph and not graphs.have_both
             wanted = needed or self.history.is_due()
         if not wanted:
             return metadata

@@ -15,14 +15,19 @@ from vllm_relay.patching import TargetMoved
 
 
 class FullGraphs:
-    """Which full graphs this process has, and which of the two a step replays."""
+    """Which full graphs this process has, and which of the two a step replays.
+
+    Attributes:
+        capturing_plain: True while graphs without relay are captured.
+        have_both: every full graph exists without relay, too: a step need not be planned then.
+    """
 
     def __init__(self) -> None:
         # The builders that plan, by their layers: vLLM makes trial builders before the final ones.
         self._builders: weakref.WeakValueDictionary[tuple[str, ...], Any] = (
             weakref.WeakValueDictionary()
         )
-        self._plain = self._both = False
+        self.capturing_plain = self.have_both = False
 
     def follow(self, builder: Any) -> None:
         """Take the plans of a builder into account; it replaces one of the same layers.
@@ -31,7 +36,7 @@ class FullGraphs:
             builder: has ``layer_names`` and, for its last step, ``planned`` and ``shared``.
         """
         # Its graphs are yet to be captured, and runner V1 captures one set.
-        self._both = False
+        self.have_both = False
         self._builders[tuple(sorted(builder.layer_names))] = builder
 
     def add_plain(self) -> None:
@@ -49,20 +54,12 @@ class FullGraphs:
     @contextmanager
     def capture_plain(self) -> Iterator[None]:
         """Context in which graphs without relay are captured; afterwards both sets exist."""
-        self._plain = True
+        self.capturing_plain = True
         try:
             yield
-            self._both = True
+            self.have_both = True
         finally:
-            self._plain = False
-
-    def capturing_plain(self) -> bool:
-        """True while graphs without relay are captured."""
-        return self._plain
-
-    def have_both(self) -> bool:
-        """True if every full graph exists without relay, too: a step need not be planned then."""
-        return self._both
+            self.capturing_plain = False
 
     def relayed(self) -> bool:
         """True if this step can and should replay the graph with relay.

@@ -51,7 +51,7 @@ def manager(monkeypatch) -> Any:
         monkeypatch.setattr(
             cudagraph_utils.CudaGraphManager, name, getattr(stock, "__wrapped__", stock)
         )
-    monkeypatch.setattr(graphs, "_both", False)
+    monkeypatch.setattr(graphs, "have_both", False)
     monkeypatch.setattr(graphs, "_builders", weakref.WeakValueDictionary())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", Graph.capture)
@@ -109,7 +109,7 @@ def replay(manager, bench, replays, step: Step) -> bool:
 def test_runner_v2_replays_graphs_without_relay_where_nothing_is_shared(folder, manager) -> None:
     bench = Bench(make_config(folder))
     replays = capture_graphs(manager, bench)
-    assert graphs.have_both()
+    assert graphs.have_both
     assert set(manager.graphs) == set(manager._relay_plain_graphs) == {Desc(8), Desc(4), Desc(1)}
     assert list(manager._capture_descs) == [CUDAGraphMode.FULL]
     shared, alone = Step(SHARED.rows, 8), Step(ALONE.rows, 8)
@@ -157,4 +157,4 @@ def test_graphs_are_captured_once_where_nothing_relays(folder, manager) -> None:
     graphs.add_plain()
     capture_graphs(manager, bench)
     assert set(manager.graphs) == {Desc(8), Desc(4), Desc(1)}
-    assert not graphs.have_both() and not manager._relay_plain_graphs
+    assert not graphs.have_both and not manager._relay_plain_graphs
