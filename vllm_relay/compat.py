@@ -19,7 +19,7 @@ from vllm_relay.patching import target, wrap
 if TYPE_CHECKING:
     from vllm_relay.backend.cuda_graphs import FullGraphs
 
-# First engine version accepted, first one refused; a test holds pyproject.toml and README to it.
+# First engine version accepted, first one refused; a test holds pyproject.toml to it.
 SUPPORTED = (0, 26), (0, 34)
 BACKEND_NAME = "RELAY"
 BACKEND_PATH = "vllm_relay.backend.RelayBackend"
