@@ -204,6 +204,14 @@ def test_a_path_of_more_nodes_than_are_searched_loses_little() -> None:
     assert choice.relay < 1.1 * shape.tokens_once()
 
 
+def test_a_request_that_loses_by_joining_stays_out_of_the_group() -> None:
+    # Arithmetic of system attention costs what 64 queries never save in reads.
+    read = KernelCosts(read=1.0)
+    costs = Costs(stock=read, context=read, system=KernelCosts(first=1.0, pair=0.25))
+    rows: list[Row] = [([1, 2, 3, 4], 4 * BLOCK_SIZE + n, n) for n in (1, 64, 1)]
+    assert groups_of(choose(step(rows), costs, 1)) == [[(0, 4, [0, 2])]]
+
+
 def test_a_level_is_used_where_it_pays_and_not_elsewhere() -> None:
     read = KernelCosts(read=1.0)
     # A second level saves 64 reads for two rows; one more partial costs 1 per query token.
