@@ -67,22 +67,22 @@ class Measured:
         for key, taken in self.seconds.items():
             median = statistics.median(taken)
             times, times_min, times_max = self.speed_up(key)
-            row = {
+            row = dict(  # a column of the workload under one of these names is an error
                 **columns,
-                "system": key,
-                "rounds": len(taken),
-                "tokens": self.tokens,
-                "seconds": round(median, 4),
-                "seconds_min": round(min(taken), 4),
-                "seconds_max": round(max(taken), 4),
-                "tok_s": round(self.tokens / median, 2),
-                "times_as_fast_as_stock": round(times, 4),
-                "times_min": round(times_min, 4),
-                "times_max": round(times_max, 4),
-                "logprob_rms": round(self.distances[key].rms, 5),
-                "logprob_worst": round(self.distances[key].worst, 5),
-                "steps_relayed": self.counted.get(key, {}).get("steps_relayed", ""),
-            }
+                system=key,
+                rounds=len(taken),
+                tokens=self.tokens,
+                seconds=round(median, 4),
+                seconds_min=round(min(taken), 4),
+                seconds_max=round(max(taken), 4),
+                tok_s=round(self.tokens / median, 2),
+                times_as_fast_as_stock=round(times, 4),
+                times_min=round(times_min, 4),
+                times_max=round(times_max, 4),
+                logprob_rms=round(self.distances[key].rms, 5),
+                logprob_worst=round(self.distances[key].worst, 5),
+                steps_relayed=self.counted.get(key, {}).get("steps_relayed", ""),
+            )
             rows.append(row | ({"right": self.right[key]} if self.right else {}))
         return rows
 
