@@ -35,12 +35,9 @@ def counters(wait: bool = True) -> dict[str, int]:
         wait: True waits for steps that a device is still planning; False leaves them out.
 
     Returns:
-        steps: steps planned, per KV cache group. steps_relayed: those with at least one group of
-            requests.
-        groups, requests: sums over relayed steps. tokens_shared: KV tokens of segments, once per
-            group and step.
-        kv_bytes_not_read: KV bytes that vLLM's own path would have read in addition, all layers of
-            this worker.
+        steps: planned, per KV cache group. steps_relayed: those with at least one group.
+        groups, requests: sums over relayed steps. tokens_shared: KV tokens of their segments.
+        kv_bytes_not_read: KV bytes that vLLM's own path would have read in addition, all layers.
     """
     total, kv_bytes = _total, _kv_bytes_not_read
     for entry in list(_devices):
@@ -64,11 +61,7 @@ def counters(wait: bool = True) -> dict[str, int]:
 
 
 def count_step(stats: SharingStats, kv_bytes_per_token: int) -> None:
-    """Count one planned step.
-
-    Args:
-        stats: of the step. kv_bytes_per_token: KV bytes of one token in all relayed layers.
-    """
+    """Count one planned step; ``kv_bytes_per_token``: KV bytes of one token in relayed layers."""
     global _total, _kv_bytes_not_read
     _total += stats
     _kv_bytes_not_read += stats.tokens_saved * kv_bytes_per_token
@@ -76,11 +69,7 @@ def count_step(stats: SharingStats, kv_bytes_per_token: int) -> None:
 
 
 def follow_device(newest: Newest, kv_bytes_per_token: int) -> None:
-    """Add the counters of a plan on a device to this process's, as long as the plan lives.
-
-    Args:
-        newest: `DevicePlan.newest`. kv_bytes_per_token: as in `count_step`.
-    """
+    """Add the counters of a plan on a device to this process's, as long as the plan lives."""
     _devices.append((weakref.WeakMethod(newest), kv_bytes_per_token))
 
 

@@ -1,10 +1,9 @@
 """Packed segments kept from step to step: when they are made, and why they are never stale.
 
-**When.** The CPU kernels read KV blocks in place, and packed segments faster. Packing takes about
-as long as some tens of steps gain from it, and the number of steps to come is unknown. A segment is
-packed once the regret, what steps would have gained from it, has reached that price: then waiting
-and packing cost no more than twice the best. System KVs are packed when they are loaded and stay
-while they are pinned.
+**When.** The CPU kernels read KV blocks in place, and packed segments faster. The number of steps to
+come is unknown. So a segment is packed once the regret, what steps would have gained from it, has
+reached the time of packing: waiting and packing then cost at most twice the best. System KVs are
+packed when they are loaded and stay while they are pinned.
 
 **Never stale** (contract 2). A block's contents change when a forward pass writes a slot of it, and
 each pass is announced to the metadata builder of its KV cache group with the slots that it will
@@ -16,9 +15,8 @@ longest beginning
 Between passes the engine zeroes newly allocated blocks and may copy a partly filled block for a
 request that goes on in it: both belong to one request, which writes them in the step that follows.
 KV connectors write any block between passes; with one configured nothing is relayed. Ours is the
-exception: it writes the blocks of system KVs before the first pass, and after a reset of the prefix
-cache once more the same contents; no other token is ever written there while they are pinned. So
-no request need hold those: their pin vouches for them.
+exception: it writes the blocks of system KVs before the first pass and, after a reset of the prefix
+cache, the same contents again. Their pin vouches for them while no request holds them.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -135,13 +133,8 @@ class PackedCache:
         found = [self.find(b, g.segment.start) for g, b in zip(groups, blocks, strict=True)]
         missing = [index for index, held in enumerate(found) if held is None]
         size = choice.forest.block_size
-        price = (
-            costs.copy
-            * size
-            * sum(
-                len(blocks[i]) for i in missing if not self._pinned.issuperset(blocks[i].tolist())
-            )
-        )
+        loose = [i for i in missing if not self._pinned.issuperset(blocks[i].tolist())]
+        price = costs.copy * size * sum(len(blocks[i]) for i in loose)
         gain = sum(_gain(groups[index], choice, costs) for index in missing)
         self._regret = min(self._regret + gain, price)
         if missing and self._regret >= price:
@@ -160,10 +153,9 @@ class PackedCache:
         return None
 
     def _add(self, block_ids: Int32Array, start: int, in_use: Collection[Segment]) -> Found | None:
-        """A new segment of these blocks; None where it has no room beside those that stay.
+        """A new segment of these blocks, whole; None where it has no room beside those that stay.
 
-        Whole or not at all: a part would make others go for nothing. Segments that are neither in
-        use nor pinned make room, oldest first; what the new one holds goes at once.
+        Segments neither in use nor pinned make room, oldest first; those within it go at once.
         """
         nbytes = len(block_ids) * self._bytes_per_block
         pinned = self._pinned.issuperset(block_ids.tolist())

@@ -1,14 +1,11 @@
 """The replay of a trace: what requests share in each decode step, and what that is worth.
 
-The replay is a closed loop. Requests are admitted in the order of their timestamps; a fixed number
-decodes at once, and the place of a finished request goes to the next. In each decode step a request
-attends to its prompt and its generated tokens, and generates one token. Prefill is not modelled:
-the blocks of a prompt lie in the KV cache from the request's first step on, once for all requests
-with the same prompt up to there.
+The replay is a closed loop: requests are admitted in the order of their timestamps, and the place
+of a finished one goes to the next. Prefill is not modelled: a prompt's blocks lie in the KV cache
+from its first decode step on, once for all requests with the same prompt up to there.
 
 Until a request ends only lengths change between steps. So groups are chosen once per batch, for the
-middle of its steps. KV tokens and predicted times change by the same amount from step to step:
-their sums over the steps are exact.
+middle of its steps, and sums over the steps are exact.
 """
 
 from collections import Counter
@@ -53,8 +50,7 @@ class Reasons:
 
     Attributes:
         saved: not read with groups.
-        repeated: read again by another request of the batch, where a group would take longer or
-            more levels than allowed.
+        repeated: read again by another request of the batch, as a group would not pay.
         first_reads: shared within the batch, the first read of each.
         other_times: in blocks that other requests of the trace hold, but none at the same time.
         own: of prompts, in blocks that no other request holds or that are not full.
@@ -85,14 +81,12 @@ class Replay:
     """The result of a replay.
 
     Attributes:
-        requests: requests of the trace. concurrency: most requests that decode at once.
+        requests: of the trace. concurrency: most requests that decode at once.
         steps, steps_relayed: decode steps, and those with at least one group.
-        kv_tokens_stock: KV tokens per layer that vLLM's own attention reads, in all steps.
-        kv_tokens_relay: the same with groups. kv_tokens_once: with each shared block read once a
-            step.
+        kv_tokens_stock, kv_tokens_relay: KV tokens read per layer, without groups and with them.
+        kv_tokens_once: the same with each shared block read once a step.
         seconds_stock, seconds_relay: predicted seconds of one layer's attention.
-        levels_used: most levels in one step.
-        groups: segments, most saved tokens first. intervals: in order.
+        levels_used: most levels in one step. groups: most saved tokens first.
     """
 
     requests: int
@@ -137,10 +131,8 @@ def replay(
     """Replay a trace, see the module.
 
     Args:
-        concurrency: requests that decode at once, while enough are left.
         costs: minimised when groups are chosen: seconds, or KV tokens (`cost.reads`).
-        seconds: costs that predicted times are made from.
-        max_levels: most levels of groups in one step.
+        seconds: costs of the predicted times.
         report: called with the number of finished requests.
 
     Raises:
@@ -174,10 +166,8 @@ class _Batch:
     """The requests that decode at once, one row each, in order of arrival.
 
     Attributes:
-        rows: int64 [R], indices in ``requests``. lens: int64 [R], tokens attended to in the next
-            step.
-        left: int64 [R], steps left. common: int64 [R], blocks that other requests of the trace
-            hold, too.
+        rows: int64 [R], indices in ``requests``. lens: int64 [R], tokens of the next step.
+        left: int64 [R], steps left. common: int64 [R], blocks that the trace holds elsewhere, too.
         table: int32 [R, M], these blocks.
     """
 

@@ -7,16 +7,13 @@ Each kernel takes, per layer,
          request + pair * (query token, KV token) pairs
 
 The terms are launches, work per query, memory traffic, traffic from caches, more of that where a
-request's KV exceeds a core's own cache, and arithmetic. vLLM's own kernel reads every request's
-sequence; what requests share comes from memory once (where the machine's cache holds it) and is
-read by each. With groups, system attention reads each segment once for all its queries and never
-per request; context attention reads what is left of the grouped requests; fusion takes time per
-query token and partial. The kernel of ungrouped requests in a step with groups is
-`Costs.ungrouped`.
+request's KV exceeds a core's own cache, and arithmetic. vLLM's own kernel reads what requests share
+from memory once and from caches for each. System attention reads a segment once for all its
+queries; context attention reads the rest of the grouped requests; fusion takes time per query token
+and partial. Ungrouped requests of a step with groups cost `Costs.ungrouped`.
 
-The memory traffic of a prefix that is in no group is charged to the requests that hold it in equal
-parts. So predicted time is a sum over groups and requests, and good groups can be found by
-recursion.
+The memory traffic of a prefix in no group is charged to its requests in equal parts. So predicted
+time is a sum over groups and requests, and good groups can be found by recursion.
 """
 
 import math
@@ -33,13 +30,12 @@ from vllm_relay.sharing.trie import Trie
 class KernelCosts:
     """Seconds that one kernel takes, by the terms of the module.
 
-    Units of work: tokens here in `Costs`; bytes and floating point operations in a measurement
+    Units of work: tokens in `Costs`; bytes and floating point operations in a measurement
     (`cost_store.Constants`), which holds for other head shapes, too.
 
     Attributes:
         call: per call. token: per unit of queries. first: per unit of KV read for the first time.
-        read: per unit of KV that a request reads. far: in addition beyond what a core's cache
-            holds.
+        read: per unit of KV that a request reads. far: in addition beyond a core's cache.
         pair: per unit of arithmetic.
     """
 

@@ -54,9 +54,7 @@ class Builder:
     2404.09529) proposes.
 
     Args:
-        engine_args: vLLM's EngineArgs; changed: no prefix caching, no speculation, eager mode, our
-            own KV connector.
-        scratch: a folder for unfinished files, see `scratch_folder`.
+        engine_args: vLLM's EngineArgs; changed. scratch: see `scratch_folder`.
         chat_template: the value of ``--chat-template``, or None.
 
     Attributes:
@@ -93,7 +91,7 @@ class Builder:
         """Start the engine, compute all prompts into the scratch folder, stop the engine.
 
         Args:
-            prompts: the prompts. report: called often with the phase and the tokens done.
+            report: called often with the phase and the tokens done.
 
         Raises:
             SystemKVError: a prompt is too long, or given twice.
@@ -248,11 +246,9 @@ def scratch_folder(where: Path) -> Iterator[Path]:
 def largest_difference(
     file: SystemKVFile, tensors: Mapping[str, torch.Tensor]
 ) -> tuple[float, str]:
-    """The largest difference of one token in one tensor between a file and a fresh prefill.
+    """The largest difference of one token in one tensor from a fresh prefill, and where it is.
 
-    Returns:
-        The root mean square of the difference over that of the fresh values (inf for a NaN), and
-        the token and tensor it is in.
+    The root mean square of the difference over that of the fresh values; inf for a NaN.
     """
     worst, where = 0.0, ""
     for layer in file.manifest.layers:

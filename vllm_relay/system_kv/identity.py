@@ -60,8 +60,7 @@ def identify(vllm_config: Any, chat_template: str | None = None) -> Identity:
     """The identity of an engine with this configuration; reads all weight files once.
 
     Args:
-        vllm_config: vLLM's VllmConfig. chat_template: the value of ``--chat-template``; None for
-            the model's own.
+        chat_template: the value of ``--chat-template``; None for the model's own.
 
     Raises:
         SystemKVError: the weights or the tokenizer cannot be read.

@@ -23,7 +23,6 @@ class PinnedBlocks:
     compared their weights and written the blocks again: `wants_rewrite`, `rewritten`.
 
     Args:
-        vllm_config: vLLM's VllmConfig. files: the system KVs. block_size: tokens per block.
         budget: the share of the pool that may be pinned.
     """
 

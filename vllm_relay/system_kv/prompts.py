@@ -20,9 +20,7 @@ class Prompt:
     """A prompt to build a file from.
 
     Attributes:
-        name: the file's name in logs and counters.
-        kind: "system-prompt", "text" or "token-ids".
-        token_ids: the tokens to store.
+        name: in logs and counters. kind: "system-prompt", "text" or "token-ids".
         note: a remark for the author, or None.
     """
 
@@ -47,7 +45,6 @@ def from_system_message(
     date, which changes, and before a token that may merge with a user's first characters.
 
     Args:
-        name: the prompt's name. message: the system message.
         tokenizer: a Hugging Face tokenizer. chat_template: its text; None for the tokenizer's own.
         tools, template_kwargs: given to the template with every request.
 
@@ -144,11 +141,9 @@ def _position(part: Sequence[int], whole: Sequence[int]) -> int:
 
 
 def _joined(text: str, tokenizer: Any) -> tuple[set[str], set[int]]:
-    """How tokens of the vocabulary may merge the end of a text with its continuation.
+    """Tokens that may merge the end of a text with its continuation: the rest of each after it.
 
-    Returns:
-        The rest of each such token after the text; and, for tokens that end inside a character,
-        how many of the text's characters they hold.
+    And, of tokens that end inside a character, how many of the text's characters they hold.
     """
     joined, cut = set(), set()
     if not text.isascii() and not text[-1].isascii():

@@ -22,12 +22,7 @@ _Fingerprint = tuple[bytes, list[Any]]
 
 
 class Writer:
-    """Writes system KVs into the KV cache of one worker.
-
-    Args:
-        vllm_config: vLLM's VllmConfig. files: the system KVs, in order. block_size: tokens per
-            block. layers: names of this worker's layers in the KV cache group.
-    """
+    """Writes system KVs into the KV cache of one worker; ``layers``: its layers' names."""
 
     def __init__(
         self,
@@ -165,8 +160,8 @@ def _check_shape(file: SystemKVFile, layer: Any, wanted: Layer) -> None:
 def _fingerprint() -> _Fingerprint:
     """A sample of this worker's weights: differs after new weights were loaded.
 
-    It is no defence against intent. vLLM's CPU engine packs the weights of most linear layers into
-    a function, ``cpu_linear``, and empties their parameters; new weights come with a new function.
+    vLLM's CPU engine packs the weights of most linear layers into a function, ``cpu_linear``, and
+    empties their parameters; new weights come with a new function.
     """
     model = compat.worker().model_runner.get_model()
     total = blake3.blake3()

@@ -40,12 +40,9 @@ class DevicePlan:
         """Allocate for the largest step.
 
         Args:
-            max_rows: requests. max_tokens: query tokens, padding included. max_blocks: columns of
-                the block table.
-            block_size: tokens per block.
+            max_rows: requests. max_tokens: query tokens with padding. max_blocks: columns.
             min_saved_tokens: fewest KV token reads that a group saves per step and layer,
                 (members - 1) * tokens of its segment.
-            max_levels: most levels of nested groups.
             dense: attend one group of level 0 as dense KV: of those whose blocks have consecutive
                 ids, the one that saves most. Token i of block b must lie at b * block_size + i.
 
@@ -113,8 +110,8 @@ class DevicePlan:
             count: count the step in the totals of `report`.
 
         Returns:
-            The plan. Its tensors are views of the buffers, which the next call overwrites: steps
-            of one shape have the same shapes and addresses.
+            Views of the buffers, which the next call overwrites: steps of one shape have the same
+            shapes and addresses.
 
         Raises:
             ValueError: a shape, dtype or device does not fit; the message names the argument.
@@ -194,15 +191,12 @@ class DevicePlan:
         return self._updates
 
     def report(self, update: int) -> tuple[SharingStats, SharingStats]:
-        """Numbers of one planned step, and of all counted steps up to it.
+        """Numbers of planned step ``update``, from 0, and of all counted steps up to it.
 
         Waits for that plan. For a step before the last the GPU is done with it: no time.
 
-        Args:
-            update: number of the step, from 0; one of the last three.
-
         Raises:
-            ValueError: there was no such update, or it is too long ago.
+            ValueError: it is not one of the last three.
         """
         if not max(0, self._updates - _REPORTS) <= update < self._updates:
             raise ValueError(f"update: {update} is not one of the last {_REPORTS} before now")
