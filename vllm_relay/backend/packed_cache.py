@@ -1,9 +1,9 @@
 """Packed segments kept from step to step: when they are made, and why they are never stale.
 
-**When.** The CPU kernels read KV blocks in place, and packed segments faster. The number of steps to
-come is unknown. So a segment is packed once the regret, what steps would have gained from it, has
-reached the time of packing: waiting and packing then cost at most twice the best. System KVs are
-packed when they are loaded and stay while they are pinned.
+**When.** The CPU kernels read KV blocks in place, and packed segments faster. The number of steps
+to come is unknown. So a segment is packed once the regret, what steps would have gained from it,
+has reached the time of packing: waiting and packing then cost at most twice the best. System KVs
+are packed when they are loaded and stay while they are pinned.
 
 **Never stale** (contract 2). A block's contents change when a forward pass writes a slot of it, and
 each pass is announced to the metadata builder of its KV cache group with the slots that it will
