@@ -1,7 +1,5 @@
 """The planner: the policy's choice for step after step."""
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from vllm_relay.sharing.cost import Costs, StepShape
@@ -25,7 +23,9 @@ class Planner:
         self.block_size = block_size
         self.costs = costs
         self.max_levels = max_levels
-        self._kept: _Kept | None = None
+        # The last choice, with the columns and computed blocks that its trie was built from.
+        self._kept: tuple[Choice, Int32Array, Int32Array] | None = None
+        self._steps = 0
 
     def plan(self, block_table: Int32Array, seq_lens: Int32Array, query_lens: Int32Array) -> Choice:
         """The groups of one step; predictions are of the step in which they were chosen.
@@ -41,52 +41,32 @@ class Planner:
         Raises:
             ValueError: a wrong shape or dtype, a negative length, or block_size < 1.
         """
-        kept = self._kept
-        if kept is not None and kept.holds(block_table, seq_lens, query_lens, self.block_size):
-            return kept.choice
-        computed = _computed(seq_lens, query_lens)
-        check_batch(block_table, computed, self.block_size, lens_name="computed lengths")
-        trie = build_trie(block_table, computed, self.block_size)
-        shape = StepShape(trie, self.block_size, seq_lens.copy(), query_lens.copy())
-        choice = choose(shape, self.costs, self.max_levels)
-        # One column more than two requests share: there they differ, or one of them ends.
-        width = min(trie.width + 1, block_table.shape[1])
-        self._kept = _Kept(
-            block_table[:, :width].copy(), np.minimum(computed // self.block_size, width), choice
-        )
-        return choice
+        # Padding, without a query, shares nothing.
+        computed = np.where(query_lens > 0, seq_lens - query_lens, np.int32(0))
+        self._steps += 1
+        if self._steps > KEEP_STEPS or not self._holds(block_table, computed, query_lens):
+            check_batch(block_table, computed, self.block_size, lens_name="computed lengths")
+            trie = build_trie(block_table, computed, self.block_size)
+            shape = StepShape(trie, self.block_size, seq_lens.copy(), query_lens.copy())
+            choice = choose(shape, self.costs, self.max_levels)
+            # One column more than two requests share: there they differ, or one of them ends. So
+            # the trie is the same while these columns, and the computed blocks in them, are.
+            columns = block_table[:, : trie.width + 1].copy()
+            blocks = np.minimum(computed // self.block_size, columns.shape[1])
+            self._kept, self._steps = (choice, columns, blocks), 1
+        assert self._kept is not None
+        return self._kept[0]
 
-
-def _computed(seq_lens: Int32Array, query_lens: Int32Array) -> Int32Array:
-    """Tokens before each request's first query; 0 without a query, for padding shares nothing."""
-    return np.where(query_lens > 0, seq_lens - query_lens, np.int32(0))
-
-
-@dataclass(eq=False)
-class _Kept:
-    """A choice and the part of the step that it was made from.
-
-    The trie is the same while the leading columns and, within them, the computed blocks of every
-    request are: two requests differ, or one ends, before the last of these columns.
-    """
-
-    columns: Int32Array
-    blocks: Int32Array
-    choice: Choice
-    steps: int = field(default=0)
-
-    def holds(
-        self, block_table: Int32Array, seq_lens: Int32Array, query_lens: Int32Array, block_size: int
-    ) -> bool:
-        """True for a step of the same trie, for `KEEP_STEPS` steps."""
-        self.steps += 1
-        if self.steps > KEEP_STEPS or len(block_table) != len(self.columns):
+    def _holds(self, block_table: Int32Array, computed: Int32Array, query_lens: Int32Array) -> bool:
+        """True for a step whose trie and queries are those of the last choice."""
+        if self._kept is None:
             return False
-        width = self.columns.shape[1]
-        blocks = np.minimum(_computed(seq_lens, query_lens) // block_size, width)
+        choice, columns, blocks = self._kept
+        rows, width = columns.shape
         return (
-            block_table.shape[1] >= width
-            and np.array_equal(query_lens, self.choice.shape.query_lens)
-            and np.array_equal(blocks, self.blocks)
-            and np.array_equal(block_table[:, :width], self.columns)
+            block_table.shape[0] == rows
+            and block_table.shape[1] >= width
+            and np.array_equal(query_lens, choice.shape.query_lens)
+            and np.array_equal(np.minimum(computed // self.block_size, width), blocks)
+            and np.array_equal(block_table[:, :width], columns)
         )
