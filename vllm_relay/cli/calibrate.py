@@ -43,6 +43,7 @@ def calibrate(
     other option is vLLM's: give those that you serve with. CPU engines only.
     """
     from vllm_relay.sharing.cost_store import Constants, save, user_file
+    from vllm_relay.validation import checked
 
     with one_line_errors(), ExitStack() as stack:
         if (model is None) == (shape is None):
@@ -53,7 +54,7 @@ def calibrate(
             model = _write_config(Path(folder), shape)
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", KV_SPACE)
         measured = _measure(read_engine_args("calibrate", str(model), context.args))
-        found = Constants.from_mapping(measured["constants"])
+        found = checked(Constants, measured["constants"], "measured ")
         save([found], path)
     if as_json:
         out.print_json(data=measured | {"path": str(path)})

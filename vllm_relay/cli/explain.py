@@ -113,7 +113,7 @@ def explain(
         from vllm_relay.explain.replay import replay
         from vllm_relay.explain.trace import read_trace
         from vllm_relay.sharing.cost import reads
-        from vllm_relay.sharing.cost_store import find_costs
+        from vllm_relay.sharing.cost_store import find_costs, replacing
 
         found = find_costs(
             shape.heads, shape.kv_heads, shape.head_size, device=device, dtype=shape.dtype
@@ -121,7 +121,7 @@ def explain(
         by_time = objective is Objective.TIME
         costs = found.costs.with_margin(found.margin) if by_time else reads()
         if plot is not None:
-            from vllm_relay.cli.plot import check_matplotlib, draw, replacing
+            from vllm_relay.cli.plot import check_matplotlib, draw
 
             check_matplotlib()
             draft = files.enter_context(replacing(plot))

@@ -1,9 +1,6 @@
 """The picture of `explain`: KV tokens read per decode step over the time of the trace."""
 
 import importlib.util
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +17,6 @@ def check_matplotlib() -> None:
     """Raises ValueError where matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib")
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A draft beside ``path`` that takes its place in the end, if it was written.
-
-    Raises:
-        OSError: there cannot be a file of that name.
-    """
-    if path.exists() and not path.is_file():
-        raise OSError(f"{path}: is not a file")
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        draft.touch()
-    except OSError as error:
-        raise OSError(f"{path}: {error.strerror}") from None
-    try:
-        yield draft
-        if draft.stat().st_size:
-            draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def draw(results: list[Replay], path: Path, name: str) -> None:
