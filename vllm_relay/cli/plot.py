@@ -73,22 +73,17 @@ def _spans_time(result: Replay) -> bool:
     return bool(times) and times[-1] > times[0]
 
 
-def _binned(result: Replay, in_time: bool) -> tuple[Floats, Floats, Floats, Floats]:
+def _binned(result: Replay, in_time: bool) -> list[Floats]:
     """Where bins lie, and KV tokens per step in each: stock, relay, once. Empty bins are left out.
 
     The time is that of the newest request, and ends with the last one: the steps after it, in which
     fewer and fewer are left, would all be put there.
     """
     rows: list[Any] = [(i.timestamp, i.steps, i.stock, i.relay, i.once) for i in result.intervals]
-    times, steps, *tokens = (np.array(x, dtype=np.float64) for x in zip(*rows, strict=True))
+    table = np.array(rows, dtype=np.float64).T
     if in_time:
-        x, keep = times / 60_000, times < times[-1]
-        x, steps, tokens = x[keep], steps[keep], [t[keep] for t in tokens]
-    else:
-        x = np.cumsum(steps) - steps / 2
-    bins = np.minimum((x - x[0]) / max(x[-1] - x[0], 1e-9) * BINS, BINS - 1).astype(np.int64)
-    weight = np.bincount(bins, steps, BINS)
-    used = weight > 0
-    where = np.bincount(bins, x * steps, BINS)[used] / weight[used]
-    stock, relay, once = (np.bincount(bins, t, BINS)[used] / weight[used] for t in tokens)
-    return where, stock, relay, once
+        table = table[:, table[0] < table[0, -1]]
+    times, steps, *tokens = table
+    x = times / 60_000 if in_time else np.cumsum(steps) - steps / 2
+    weight, *sums = (np.histogram(x, BINS, weights=w)[0] for w in (steps, x * steps, *tokens))
+    return [total[weight > 0] / weight[weight > 0] for total in sums]
