@@ -1,5 +1,6 @@
 """Checks of what comes from outside (settings, JSON, files): each fault is one line of text."""
 
+import json
 import re
 import reprlib
 from collections.abc import Callable
@@ -45,3 +46,13 @@ def checked(kind: type[T], given: Any, where: str) -> T:
             raise ValueError(f"{place} is unknown{listed}")
     reason = re.sub(r"^\w+ should", "must", fault["msg"]).replace("greater than or equal to", ">=")
     raise ValueError(f"{place} {reason}, got {reprlib.repr(fault['input'])}")
+
+
+def parse_json(content: bytes, where: str) -> Any:
+    """A JSON text, in UTF-8. Raises ValueError, with ``where`` as in `checked`."""
+    try:
+        return json.loads(content)
+    except UnicodeDecodeError:
+        raise ValueError(f"{where}is not UTF-8 text") from None
+    except ValueError as error:
+        raise ValueError(f"{where}is not JSON: {error}") from None

@@ -1,6 +1,5 @@
 """The commands on system-KV files: build, inspect, verify."""
 
-import json
 import tempfile
 import time
 from dataclasses import asdict
@@ -13,7 +12,7 @@ from rich.table import Table
 
 from vllm_relay.cli.console import PLAIN, JsonFlag, err, one_line_errors, out, progress
 from vllm_relay.cli.engine import ESCAPE, read_engine_args
-from vllm_relay.validation import Count, checked
+from vllm_relay.validation import Count, checked, parse_json
 
 if TYPE_CHECKING:
     from vllm_relay.system_kv.file import SystemKVFile
@@ -34,11 +33,8 @@ def _read(path: Path) -> str:
         raise ValueError(f"{path}: is not UTF-8 text") from None
 
 
-def _json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: is not JSON: {error}") from None
+def _token_ids(path: Path) -> tuple[int, ...]:
+    return checked(tuple[Count, ...], parse_json(path.read_bytes(), f"{path}: "), f"{path}: ")
 
 
 def _outputs(output: Path, sources: list[Path]) -> list[Path]:
@@ -89,13 +85,12 @@ def build(
         paths = _outputs(output, sources)
         messages = [(p.stem, _read(p)) for p in system_prompt or ()]
         texts = [(p.stem, _read(p)) for p in text or ()]
-        ids = [
-            (p.stem, checked(tuple[Count, ...], _json(_read(p), str(p)), f"{p}: "))
-            for p in token_ids or ()
-        ]
+        ids = [(p.stem, _token_ids(p)) for p in token_ids or ()]
         template = {
-            "tools": _json(_read(tools), str(tools)) if tools else None,
-            "template_kwargs": _json(chat_template_kwargs, "--chat-template-kwargs"),
+            "tools": parse_json(tools.read_bytes(), f"{tools}: ") if tools else None,
+            "template_kwargs": parse_json(
+                chat_template_kwargs.encode(), "--chat-template-kwargs: "
+            ),
         }
         engine_args = read_engine_args("build", model, context.args)
 

@@ -1,6 +1,5 @@
 """Request logs: JSON lines -> the requests, with the KV blocks that their prompts would lie in."""
 
-import json
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, StrictFloat, StrictInt
 
-from vllm_relay.validation import Count, checked
+from vllm_relay.validation import Count, checked, parse_json
 
 # Text of a prompt, or its chat messages, to token ids.
 Tokenize = Callable[[str | list[Any]], list[int]]
@@ -129,12 +128,7 @@ class _Paths:
 
 def _row(content: bytes, where: str) -> tuple[str, dict[str, Any]]:
     """How a row says what its prompt was, and the row."""
-    try:
-        row = json.loads(content)
-    except UnicodeDecodeError:
-        raise ValueError(f"{where}is not UTF-8 text") from None
-    except ValueError as error:
-        raise ValueError(f"{where}is not JSON: {error}") from None
+    row = parse_json(content, where)
     if not isinstance(row, dict):
         raise ValueError(f"{where}must be an object, one per line")
     kind = next((kind for kind in _KINDS if kind in row), None)

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, PlainValidator, StrictStr, create_model, with_config
 
 from vllm_relay.sharing.cost import Costs, KernelCosts
-from vllm_relay.validation import Amount, Positive, checked
+from vllm_relay.validation import Amount, Positive, checked, parse_json
 
 SHIPPED = Path(__file__).with_name("devices.json")
 # Safety margin of the relayed path's predictions, for a measured shape and for another device or
@@ -189,12 +189,12 @@ def load(path: Path) -> list[Constants]:
         ValueError: an unreadable file, or not one that `save` writes; names it and the reason.
     """
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
     except FileNotFoundError:
         return []
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise ValueError(f"{path}: {error}") from None
-    return checked(list[Constants], given, f"{path}: ")
+    return checked(list[Constants], parse_json(content, f"{path}: "), f"{path}: ")
 
 
 def save(new: Iterable[Constants], path: Path) -> None:
