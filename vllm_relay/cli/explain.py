@@ -1,5 +1,6 @@
 """``vllm-relay explain``: a request log replayed, with its shared KV reads and their gain."""
 
+import importlib.util
 import json
 from contextlib import ExitStack
 from enum import StrEnum
@@ -85,9 +86,8 @@ def explain(
         by_time = objective is Objective.TIME
         costs = found.costs.with_margin(found.margin) if by_time else reads()
         if plot is not None:
-            from vllm_relay.cli.plot import check_matplotlib, draw
-
-            check_matplotlib()
+            if importlib.util.find_spec("matplotlib") is None:
+                raise ValueError("--plot needs matplotlib: pip install matplotlib")
             draft = files.enter_context(replacing(plot))
         log = read_trace(trace, block_tokens, _tokenize(tokenizer or model))
 
@@ -104,6 +104,8 @@ def explain(
 
         results = [run(count) for count in concurrency or [64]]
         if plot is not None:
+            from vllm_relay.cli.plot import draw
+
             draw(results, draft, trace.name)
 
     from vllm_relay.cli.report import as_data, show

@@ -1,6 +1,5 @@
 """The picture of `explain`: KV tokens read per decode step over the time of the trace."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,6 @@ from vllm_relay.explain.replay import Replay
 
 BINS = 160
 Floats = NDArray[np.float64]
-
-
-def check_matplotlib() -> None:
-    """Raises ValueError where matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib")
 
 
 def draw(results: list[Replay], path: Path, name: str) -> None:
@@ -34,7 +27,9 @@ def draw(results: list[Replay], path: Path, name: str) -> None:
     from matplotlib.ticker import EngFormatter, PercentFormatter
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    in_time = all(_spans_time(result) for result in results)
+    # Without timestamps all requests come at once.
+    ends = [(result.intervals[0].timestamp, result.intervals[-1].timestamp) for result in results]
+    in_time = all(last > first for first, last in ends)
     if len(results) == 1:
         (result,) = results
         x, stock, relay, once = _binned(result, in_time)
@@ -65,12 +60,6 @@ def draw(results: list[Replay], path: Path, name: str) -> None:
         axes.spines[side].set_visible(False)
     figure.savefig(path, format="png", dpi=150)
     pyplot.close(figure)
-
-
-def _spans_time(result: Replay) -> bool:
-    """Whether requests came one after another: not in a trace without timestamps."""
-    times = [interval.timestamp for interval in result.intervals]
-    return bool(times) and times[-1] > times[0]
 
 
 def _binned(result: Replay, in_time: bool) -> list[Floats]:
