@@ -155,7 +155,7 @@ def _prompt(
 ) -> tuple[str | None, list[int]]:
     """A prompt's text for people, where the row has it, and its token ids."""
     text = prompt if isinstance(prompt, str) else None
-    if kind == "messages":
+    if kind == "messages" and text is None:
         messages = checked(list[dict[str, Any]], prompt, f"{where}messages")
         text = " ".join(m["content"] for m in messages if isinstance(m.get("content"), str))
     if text is not None:
