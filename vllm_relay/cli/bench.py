@@ -28,9 +28,8 @@ HINTS = {
 OURS = {
     "attention-backend": "is what is compared",
     "attention-config": "is what is compared",
-    **dict.fromkeys(
-        ("enable-prefix-caching", "no-enable-prefix-caching"), "is set for each system"
-    ),
+    "enable-prefix-caching": "is set for each system",
+    "no-enable-prefix-caching": "is set for each system",
     **dict.fromkeys(("host", "port", "uds", "api-key"), "is set for each server"),
 }
 # Questions without --questions.
@@ -48,23 +47,21 @@ QUESTIONS = (
 
 def bench(
     context: typer.Context,
-    model: Annotated[str, typer.Option("--model", help="As for vllm serve.")],
+    model: Annotated[str, typer.Option(help="As for vllm serve.")],
     system_prompt: Annotated[
-        Path, typer.Option("--system-prompt", help="Text that every request begins with, UTF-8.")
+        Path, typer.Option(help="Text that every request begins with, UTF-8.")
     ],
     questions: Annotated[
-        Path | None,
-        typer.Option("--questions", help="One per line, UTF-8; default: made up."),
+        Path | None, typer.Option(help="One per line, UTF-8; default: made up.")
     ] = None,
     requests: Annotated[int, typer.Option(min=2, help="Requests per measurement.")] = 32,
     tokens: Annotated[int, typer.Option(min=2, help="Output tokens per request.")] = 64,
     rate: Annotated[
         list[float] | None,
-        typer.Option("--rate", help="Requests per second; repeat it. Default: all at once."),
+        typer.Option(help="Requests per second; repeat it. Default: all at once."),
     ] = None,
     bound: Annotated[
-        float | None,
-        typer.Option(help="Seconds per token; prints the highest --rate within it."),
+        float | None, typer.Option(help="Seconds per token; prints the highest --rate within it.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
     without_caching: Annotated[
@@ -130,7 +127,6 @@ def bench(
         )  # fmt: skip
     source = provenance()
     if as_json:
-        # JSON has no infinity: null means all at once
         data: dict[str, Any] = {"gains": _finite(gains.summary(rows)), "rows": _finite(rows)}
         data["provenance"] = source
         if bound is not None:
@@ -147,19 +143,16 @@ def bench(
 
 
 def _finite(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """JSON has no infinity: null means all at once."""
     return [{**row, "rate": None if math.isinf(row["rate"]) else row["rate"]} for row in rows]
 
 
 def _questions(path: Path | None, count: int) -> list[str]:
-    """``count`` different questions.
-
-    Raises:
-        ValueError: the file has none.
-    """
+    """``count`` different questions."""
     asked = list(QUESTIONS)
     if path is not None:
-        asked = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-        asked = [line for line in asked if line]
+        lines = path.read_text(encoding="utf-8").splitlines()
+        asked = [line.strip() for line in lines if line.strip()]
         if not asked:
             raise ValueError(f"{path} has no questions")
     # Repeated ones are numbered: a prompt sent before is in the prefix cache.
@@ -175,12 +168,13 @@ def _tokenizer(model: str, flags: Sequence[str]) -> tuple[dict[str, Any], Any]:
 
     name = flag_value(flags, "tokenizer") or model
     client: dict[str, Any] = {"tokenizer": name}
-    options: dict[str, Any] = {}
-    if "trust-remote-code" in map(flag_name, flags):
-        client["trust-remote-code"] = options["trust_remote_code"] = True
-    if revision := flag_value(flags, "tokenizer-revision") or flag_value(flags, "revision"):
-        options["revision"] = revision
-    tokenizer = AutoTokenizer.from_pretrained(name, **options)
+    if trusted := "trust-remote-code" in map(flag_name, flags):
+        client["trust-remote-code"] = True
+    tokenizer = AutoTokenizer.from_pretrained(
+        name,
+        revision=flag_value(flags, "tokenizer-revision") or flag_value(flags, "revision") or "main",
+        trust_remote_code=trusted or None,
+    )
     if template := flag_value(flags, "chat-template"):
         path = Path(template)
         tokenizer.chat_template = path.read_text(encoding="utf-8") if path.is_file() else template

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,7 +25,7 @@ KV_SPACE = "4"
 def calibrate(
     context: typer.Context,
     model: Annotated[
-        str | None, typer.Option("--model", help="As for vllm serve; weights are not read.")
+        str | None, typer.Option(help="As for vllm serve; weights are not read.")
     ] = None,
     shape: Annotated[
         str | None,
@@ -43,6 +44,7 @@ def calibrate(
     other option is vLLM's: give those that you serve with. CPU engines only.
     """
     from vllm_relay.sharing.cost_store import Constants, save, user_file
+    from vllm_relay.validation import checked
 
     with one_line_errors(), ExitStack() as stack:
         if (model is None) == (shape is None):
@@ -53,7 +55,7 @@ def calibrate(
             model = _write_config(Path(folder), shape)
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", KV_SPACE)
         measured = _measure(read_engine_args("calibrate", str(model), context.args))
-        found = Constants.from_mapping(measured["constants"])
+        found = checked(Constants, measured["constants"], "measured ")
         save([found], path)
     if as_json:
         out.print_json(data=measured | {"path": str(path)})
@@ -64,10 +66,9 @@ def calibrate(
 
 def _write_config(folder: Path, shape: str) -> str:
     """A model of four layers with these heads, without weights; returns its folder."""
-    parts = shape.split("/")
-    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
+    if not re.fullmatch("/".join(["0*[1-9][0-9]*"] * 3), shape):
         raise ValueError(f"--shape: expected HEADS/KV_HEADS/SIZE, got {shape!r}")
-    heads, kv_heads, size = map(int, parts)
+    heads, kv_heads, size = map(int, shape.split("/"))
     if heads % kv_heads:
         raise ValueError(f"--shape: {heads} heads are no multiple of {kv_heads} KV heads")
     config = {
@@ -97,8 +98,7 @@ def _measure(arguments: Any) -> dict[str, Any]:
             "device reports"
         )
     arguments.load_format = "dummy"
-    arguments.skip_tokenizer_init = True
-    arguments.enforce_eager = True
+    arguments.skip_tokenizer_init = arguments.enforce_eager = True
     arguments.attention_backend = "relay"
     arguments.additional_config = {"relay": {"min_saved_tokens": 0}}
     arguments.worker_extension_cls = "vllm_relay.calibration.measure.Calibrator"
@@ -111,17 +111,20 @@ def _measure(arguments: Any) -> dict[str, Any]:
 
 def _table(found: "Constants", errors: dict[str, float]) -> Table:
     table = Table(
+        "",
         title=f"{found.device}, {found.threads} threads, {found.heads}/{found.kv_heads} heads of "
         f"{found.head_size}, {found.dtype}",
         title_justify="left",
+        caption=f"fusion {_rate(found.fusion, 'GB/s')}; a relayed step {found.step * 1e6:,.0f} µs "
+        f"and {found.level * 1e6:,.0f} µs per level; copies {_rate(found.copy, 'GB/s')}; whole "
+        f"steps off by {errors['whole']:.0%} (medians)",
+        caption_justify="left",
     )
-    columns = ("", "call", "first reads", "repeated reads", "arithmetic", "off by")
-    for name in columns:
-        table.add_column(name, justify="right" if name else "left")
-    kernels = {"vLLM's own": "stock", "context": "context", "system": "system"}
-    if found.packed is not None:
-        kernels["system, packed"] = "packed"
-    for title, name in kernels.items():
+    for name in ("call", "first reads", "repeated reads", "arithmetic", "off by"):
+        table.add_column(name, justify="right")
+    kernels = ("stock", "context", "system", "packed")
+    titles = ("vLLM's own", "context", "system", "system, packed")
+    for title, name in zip(titles, kernels, strict=True):
         kernel = getattr(found, name)
         table.add_row(
             title,
@@ -131,12 +134,6 @@ def _table(found: "Constants", errors: dict[str, float]) -> Table:
             _rate(kernel.pair, "GFLOP/s"),
             f"{errors[name]:.0%}",
         )
-    table.caption = (
-        f"fusion {_rate(found.fusion, 'GB/s')}; a relayed step {found.step * 1e6:,.0f} µs and "
-        f"{found.level * 1e6:,.0f} µs per level; copies {_rate(found.copy, 'GB/s')}; whole steps "
-        f"off by {errors['whole']:.0%} (medians)"
-    )
-    table.caption_justify = "left"
     return table
 
 

@@ -30,24 +30,20 @@ def one_line_errors() -> Iterator[None]:
 
 
 @contextmanager
-def progress() -> Iterator[Any]:
-    """A function ``report(phase, done, total)``: a bar in a terminal, lines elsewhere."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
-        TimeElapsedColumn(),
-    )
-    live = err.is_terminal
-    with Progress(*columns, console=err, transient=True, disable=not live) as bar:
+def progress(unit: str = "tokens", lines: bool = True) -> Iterator[Any]:
+    """A function ``report(phase, done, total)``: a bar in a terminal, else lines or nothing."""
+    counts = TextColumn("{task.completed:,.0f} of {task.total:,.0f} " + unit)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), counts)
+    live, said = err.is_terminal, set[str]()
+    with Progress(
+        *columns, TimeElapsedColumn(), console=err, transient=True, disable=not live
+    ) as bar:
         task = bar.add_task("starting", total=1)
-        said: list[str] = []
 
         def report(doing: str, done: int, total: int) -> None:
             bar.update(task, description=doing, completed=done, total=total)
-            if not live and doing not in said:
-                said.append(doing)
+            if lines and not live and doing not in said:
+                said.add(doing)
                 err.print(f"vllm-relay: {doing}")
 
         yield report

@@ -1,23 +1,24 @@
 """``vllm-relay explain``: a request log replayed, with its shared KV reads and their gain."""
 
+import importlib.util
 import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vllm_relay.cli.console import JsonFlag, err, one_line_errors, out
+from vllm_relay.cli.console import JsonFlag, one_line_errors, out, progress
 
 if TYPE_CHECKING:
     from vllm_relay.explain.trace import Tokenize
 
 ALL_LEVELS = 2**31
 DTYPES = ("bfloat16", "float16", "float32")
+# Of one attention layer, as `find_costs` takes it.
+DEFAULT_SHAPE: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
 
 
 class Objective(StrEnum):
@@ -27,66 +28,32 @@ class Objective(StrEnum):
     READS = "reads"
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Head shape of one attention layer."""
-
-    heads: int = 32
-    kv_heads: int = 8
-    head_size: int = 128
-    dtype: str = "bfloat16"
-
-
 def explain(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Request log: JSON lines.")],
     concurrency: Annotated[
         list[int] | None,
-        typer.Option(
-            "--concurrency",
-            min=1,
-            help="Requests that decode at once; may be repeated.",
-            show_default="64",
-        ),
+        typer.Option(min=1, help="Requests that decode at once; may be repeated. Default: 64."),
     ] = None,
     block_tokens: Annotated[
         int | None,
-        typer.Option(
-            "--block-tokens",
-            min=1,
-            help="Tokens per KV block, or per hash.",
-            show_default="512 for hash_ids, else 16",
-        ),
+        typer.Option(min=1, help="Tokens per KV block. Default: 512 for hash_ids, else 16."),
     ] = None,
     objective: Annotated[
-        Objective,
-        typer.Option("--objective", help="Minimise predicted time, or KV tokens read."),
+        Objective, typer.Option(help="Minimise predicted time, or KV tokens read.")
     ] = Objective.TIME,
     max_levels: Annotated[
-        str,
-        typer.Option("--max-levels", metavar="N", help="Most levels of nested groups; CPUs use 3."),
+        str, typer.Option(metavar="N", help="Most levels of nested groups; CPUs use 3.")
     ] = "all",
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Write a PNG of KV reads over time.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a PNG of KV reads over time.")] = None,
     model: Annotated[
-        Path | None,
-        typer.Option("--model", help="Folder with config.json (heads) and tokenizer."),
+        Path | None, typer.Option(help="Folder with config.json (heads) and tokenizer.")
     ] = None,
-    heads: Annotated[
-        int | None, typer.Option("--heads", min=1, help="Query heads.", show_default="32")
-    ] = None,
-    kv_heads: Annotated[
-        int | None, typer.Option("--kv-heads", min=1, help="KV heads.", show_default="8")
-    ] = None,
-    head_size: Annotated[
-        int | None, typer.Option("--head-size", min=1, help="Head size.", show_default="128")
-    ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", help="Folder, for lines of text.")
-    ] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Query heads. Default: 32.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads. Default: 8.")] = None,
+    head_size: Annotated[int | None, typer.Option(min=1, help="Head size. Default: 128.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Folder, for lines of text.")] = None,
     device: Annotated[
-        str | None,
-        typer.Option("--device", help="Device of the costs.", show_default="this machine"),
+        str | None, typer.Option(help="Device of the costs. Default: this machine.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -109,43 +76,43 @@ def explain(
     """
     with one_line_errors(), ExitStack() as files:
         levels = _levels(max_levels)
-        shape = _shape(model, heads, kv_heads, head_size)
+        shape = _shape(model, heads=heads, kv_heads=kv_heads, head_size=head_size)
         from vllm_relay.explain.replay import replay
         from vllm_relay.explain.trace import read_trace
         from vllm_relay.sharing.cost import reads
-        from vllm_relay.sharing.cost_store import find_costs
+        from vllm_relay.sharing.cost_store import find_costs, replacing
 
-        found = find_costs(
-            shape.heads, shape.kv_heads, shape.head_size, device=device, dtype=shape.dtype
-        )
+        found = find_costs(**shape, device=device)
         by_time = objective is Objective.TIME
         costs = found.costs.with_margin(found.margin) if by_time else reads()
         if plot is not None:
-            from vllm_relay.cli.plot import check_matplotlib, draw, replacing
-
-            check_matplotlib()
+            if importlib.util.find_spec("matplotlib") is None:
+                raise ValueError("--plot needs matplotlib: pip install matplotlib")
             draft = files.enter_context(replacing(plot))
         log = read_trace(trace, block_tokens, _tokenize(tokenizer or model))
-        results = []
-        for count in concurrency or [64]:
-            with _progress(f"{count:,} at once", len(log.requests)) as report:
-                result = replay(
+
+        def run(count: int) -> Any:
+            with progress("requests", lines=False) as bar:
+                return replay(
                     log,
                     count,
                     costs=costs,
                     seconds=found.costs,
                     max_levels=levels,
-                    report=report,
+                    report=lambda done: bar(f"{count:,} at once", done, len(log.requests)),
                 )
-            results.append(result)
+
+        results = [run(count) for count in concurrency or [64]]
         if plot is not None:
+            from vllm_relay.cli.plot import draw
+
             draw(results, draft, trace.name)
 
     from vllm_relay.cli.report import as_data, show
 
     options = {"objective": objective.value, "max_levels": max_levels}
     if as_json:
-        used = {**vars(shape), "source": found.source, "margin": found.margin, **options}
+        used = {**shape, "source": found.source, "margin": found.margin, **options}
         data = [as_data(result, log, used) for result in results]
         out.print_json(data=data if len(data) > 1 else data[0])
     else:
@@ -160,24 +127,22 @@ def _levels(given: str) -> int:
     return min(int(given), ALL_LEVELS)
 
 
-def _shape(
-    model: Path | None, heads: int | None, kv_heads: int | None, head_size: int | None
-) -> Heads:
-    """The head shape of the options, or of the model."""
+def _shape(model: Path | None, **given: int | None) -> dict[str, Any]:
+    """The head shape of the options, or of the model, and the dtype."""
     if model is None:
-        shape = Heads(
-            heads or Heads.heads, kv_heads or Heads.kv_heads, head_size or Heads.head_size
-        )
-    elif heads or kv_heads or head_size:
+        shape = DEFAULT_SHAPE | {name: value for name, value in given.items() if value}
+    elif any(given.values()):
         raise ValueError("--model says which heads: give it, or --heads, --kv-heads, --head-size")
     else:
-        shape = _heads_of(model / "config.json")
-    if shape.heads % shape.kv_heads:
-        raise ValueError(f"{shape.heads} query heads for {shape.kv_heads} KV heads: no whole ratio")
+        shape = _shape_of(model / "config.json")
+    if shape["heads"] % shape["kv_heads"]:
+        raise ValueError(
+            f"{shape['heads']} query heads for {shape['kv_heads']} KV heads: no whole ratio"
+        )
     return shape
 
 
-def _heads_of(path: Path) -> Heads:
+def _shape_of(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         config = config.get("text_config") or config
@@ -189,40 +154,27 @@ def _heads_of(path: Path) -> Heads:
     if min(heads, kv_heads, head_size) < 1:
         raise ValueError(f"{path}: heads and head size must be >= 1")
     dtype = config.get("dtype") or config.get("torch_dtype")
-    return Heads(heads, kv_heads, head_size, dtype if dtype in DTYPES else "bfloat16")
+    dtype = dtype if dtype in DTYPES else "bfloat16"
+    return {"heads": heads, "kv_heads": kv_heads, "head_size": head_size, "dtype": dtype}
 
 
 def _tokenize(folder: Path | None) -> "Tokenize | None":
     """A function from text or messages to token ids; the first call loads the tokenizer."""
     if folder is None:
         return None
-    loaded: list[Any] = []
+
+    @cache
+    def tokenizer() -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
     def tokenize(prompt: str | list[Any]) -> list[int]:
-        if not loaded:
-            from transformers import AutoTokenizer
-
-            loaded.append(AutoTokenizer.from_pretrained(folder, local_files_only=True))
         if isinstance(prompt, str):
-            return list(loaded[0](prompt)["input_ids"])
-        made = loaded[0].apply_chat_template(
+            return list(tokenizer()(prompt)["input_ids"])
+        made = tokenizer().apply_chat_template(
             prompt, add_generation_prompt=True, tokenize=True, return_dict=False
         )
         return list(made)
 
     return tokenize
-
-
-@contextmanager
-def _progress(doing: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar: ``report(requests done)``. Nothing outside a terminal."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("requests"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-        task = progress.add_task(doing, total=total)
-        yield lambda done: progress.update(task, completed=done)

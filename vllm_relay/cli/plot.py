@@ -1,9 +1,5 @@
 """The picture of `explain`: KV tokens read per decode step over the time of the trace."""
 
-import importlib.util
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +10,6 @@ from vllm_relay.explain.replay import Replay
 
 BINS = 160
 Floats = NDArray[np.float64]
-
-
-def check_matplotlib() -> None:
-    """Raises ValueError where matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib")
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A draft beside ``path`` that takes its place in the end, if it was written.
-
-    Raises:
-        OSError: there cannot be a file of that name.
-    """
-    if path.exists() and not path.is_file():
-        raise OSError(f"{path}: is not a file")
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        draft.touch()
-    except OSError as error:
-        raise OSError(f"{path}: {error.strerror}") from None
-    try:
-        yield draft
-        if draft.stat().st_size:
-            draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def draw(results: list[Replay], path: Path, name: str) -> None:
@@ -59,7 +27,9 @@ def draw(results: list[Replay], path: Path, name: str) -> None:
     from matplotlib.ticker import EngFormatter, PercentFormatter
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    in_time = all(_spans_time(result) for result in results)
+    # Without timestamps all requests come at once.
+    ends = [(result.intervals[0].timestamp, result.intervals[-1].timestamp) for result in results]
+    in_time = all(last > first for first, last in ends)
     if len(results) == 1:
         (result,) = results
         x, stock, relay, once = _binned(result, in_time)
@@ -92,28 +62,17 @@ def draw(results: list[Replay], path: Path, name: str) -> None:
     pyplot.close(figure)
 
 
-def _spans_time(result: Replay) -> bool:
-    """Whether requests came one after another: not in a trace without timestamps."""
-    times = [interval.timestamp for interval in result.intervals]
-    return bool(times) and times[-1] > times[0]
-
-
-def _binned(result: Replay, in_time: bool) -> tuple[Floats, Floats, Floats, Floats]:
+def _binned(result: Replay, in_time: bool) -> list[Floats]:
     """Where bins lie, and KV tokens per step in each: stock, relay, once. Empty bins are left out.
 
     The time is that of the newest request, and ends with the last one: the steps after it, in which
     fewer and fewer are left, would all be put there.
     """
     rows: list[Any] = [(i.timestamp, i.steps, i.stock, i.relay, i.once) for i in result.intervals]
-    times, steps, *tokens = (np.array(x, dtype=np.float64) for x in zip(*rows, strict=True))
+    table = np.array(rows, dtype=np.float64).T
     if in_time:
-        x, keep = times / 60_000, times < times[-1]
-        x, steps, tokens = x[keep], steps[keep], [t[keep] for t in tokens]
-    else:
-        x = np.cumsum(steps) - steps / 2
-    bins = np.minimum((x - x[0]) / max(x[-1] - x[0], 1e-9) * BINS, BINS - 1).astype(np.int64)
-    weight = np.bincount(bins, steps, BINS)
-    used = weight > 0
-    where = np.bincount(bins, x * steps, BINS)[used] / weight[used]
-    stock, relay, once = (np.bincount(bins, t, BINS)[used] / weight[used] for t in tokens)
-    return where, stock, relay, once
+        table = table[:, table[0] < table[0, -1]]
+    times, steps, *tokens = table
+    x = times / 60_000 if in_time else np.cumsum(steps) - steps / 2
+    weight, *sums = (np.histogram(x, BINS, weights=w)[0] for w in (steps, x * steps, *tokens))
+    return [total[weight > 0] / weight[weight > 0] for total in sums]

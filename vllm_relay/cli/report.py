@@ -10,44 +10,34 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_relay.cli.console import PLAIN
-from vllm_relay.explain.replay import Replay, SharedBy
+from vllm_relay.explain.replay import Replay
 from vllm_relay.explain.trace import Trace
 
 # Segments shown, and in JSON.
 SHOWN, LISTED = 10, 100
+# The first eight are the public surface.
+TOTALS = (
+    *("requests", "steps", "kv_tokens_stock", "kv_tokens_relay", "kv_tokens_once", "saved"),
+    *("predicted_speedup", "levels_used", "concurrency", "steps_relayed"),
+)
 
 
 def as_data(result: Replay, log: Trace, used: dict[str, Any]) -> dict[str, Any]:
-    """One replay as JSON; the first eight keys are the public surface.
+    """One replay as JSON.
 
     Args:
         used: the costs and options behind it.
     """
-    return {
-        "requests": result.requests,
-        "steps": result.steps,
-        "kv_tokens_stock": result.kv_tokens_stock,
-        "kv_tokens_relay": result.kv_tokens_relay,
-        "kv_tokens_once": result.kv_tokens_once,
-        "saved": result.saved,
-        "predicted_speedup": result.predicted_speedup,
-        "levels_used": result.levels_used,
-        "concurrency": result.concurrency,
-        "steps_relayed": result.steps_relayed,
+    place = ("start", "tokens", "level", "members", "steps")
+    groups = [
+        {name: getattr(group, name) for name in place}
+        | {"kv_tokens_saved": group.saved, "first_line": group.first.line}
+        for group in result.groups[:LISTED]
+    ]
+    return {name: getattr(result, name) for name in TOTALS} | {
         "block_tokens": log.block_tokens,
         "reasons": asdict(result.reasons),
-        "groups": [
-            {
-                "start": group.start,
-                "tokens": group.tokens,
-                "level": group.level,
-                "members": group.members,
-                "steps": group.steps,
-                "kv_tokens_saved": group.saved,
-                "first_line": group.first.line,
-            }
-            for group in result.groups[:LISTED]
-        ],
+        "groups": groups,
         "costs": used,
     }
 
@@ -73,14 +63,10 @@ def show(
     page.print(_where_reads_go(results, objective, max_levels))
     for result in results:
         title = f"Who shares what, {result.concurrency:,} at once"
-        if result.groups:
-            if len(result.groups) > SHOWN:
-                title += f": {SHOWN} of {len(result.groups):,} segments, those that save most"
-            page.print(title, style="bold")
-            page.print(_groups(result))
-        else:
-            page.print(title, style="bold")
-            page.print(f"  {_why_none(result)}\n")
+        if len(result.groups) > SHOWN:
+            title += f": {SHOWN} of {len(result.groups):,} segments, those that save most"
+        page.print(title, style="bold")
+        page.print(_groups(result) if result.groups else f"  {_why_none(result)}\n")
 
 
 def _why_none(result: Replay) -> str:
@@ -91,40 +77,34 @@ def _why_none(result: Replay) -> str:
     return f"nothing that pays: {_percent(result.savable)} of KV reads are repeated"
 
 
-def _table() -> Table:
-    return Table(box=box.SIMPLE_HEAD, pad_edge=False)
-
-
-def _totals(results: list[Replay]) -> Table:
-    table = _table()
-    table.add_column("requests at once")
+def _table(results: list[Replay], rows: dict[str, list[str]]) -> Table:
+    """Named rows with one cell per replay."""
+    table = Table("requests at once", box=box.SIMPLE_HEAD, pad_edge=False)
     for result in results:
         table.add_column(f"{result.concurrency:,}", justify="right")
-    lines: list[tuple[str, list[str]]] = [
-        ("decode steps", [f"{r.steps:,}" for r in results]),
-        ("  with groups", [_share(r.steps_relayed, r.steps) for r in results]),
-        ("levels used", [str(r.levels_used) for r in results]),
-        ("read by vLLM's attention", [_tokens(r.kv_tokens_stock) for r in results]),
-        ("read with relay", [_tokens(r.kv_tokens_relay) for r in results]),
-        ("each shared block once", [_tokens(r.kv_tokens_once) for r in results]),
-        ("KV reads saved", [_percent(r.saved) for r in results]),
-        ("attention, predicted", [f"{r.predicted_speedup:.2f} x as fast" for r in results]),
-    ]
-    for name, cells in lines:
+    for name, cells in rows.items():
         table.add_row(name, *cells, style="bold" if name == "KV reads saved" else None)
     return table
 
 
-def _where_reads_go(results: list[Replay], objective: str, max_levels: str) -> Table:
-    table = _table()
-    table.add_column("requests at once")
-    for result in results:
-        table.add_column(f"{result.concurrency:,}", justify="right")
-    why = [
-        *(["no group pays"] if objective == "time" else []),
-        *([f"--max-levels {max_levels}"] if max_levels != "all" else []),
-    ]
+def _totals(results: list[Replay]) -> Table:
     rows = {
+        "decode steps": [f"{r.steps:,}" for r in results],
+        "  with groups": [_share(r.steps_relayed, r.steps) for r in results],
+        "levels used": [str(r.levels_used) for r in results],
+        "read by vLLM's attention": [_tokens(r.kv_tokens_stock) for r in results],
+        "read with relay": [_tokens(r.kv_tokens_relay) for r in results],
+        "each shared block once": [_tokens(r.kv_tokens_once) for r in results],
+        "KV reads saved": [_percent(r.saved) for r in results],
+        "attention, predicted": [f"{r.predicted_speedup:.2f} x as fast" for r in results],
+    }
+    return _table(results, rows)
+
+
+def _where_reads_go(results: list[Replay], objective: str, max_levels: str) -> Table:
+    why = ["no group pays"] if objective == "time" else []
+    why += [f"--max-levels {max_levels}"] if max_levels != "all" else []
+    words = {
         "saved": "shared: saved",
         "first_reads": "shared: the one read that is needed",
         "repeated": "shared: repeated" + (f", {' or '.join(why)}" if why else ""),
@@ -132,18 +112,21 @@ def _where_reads_go(results: list[Replay], objective: str, max_levels: str) -> T
         "own": "in no other request",
         "generated": "generated by the request itself",
     }
-    for name, words in rows.items():
-        cells = [_share(getattr(r.reasons, name), r.kv_tokens_stock) for r in results]
-        table.add_row(words, *cells)
-    return table
+    rows = {
+        text: [_share(getattr(r.reasons, name), r.kv_tokens_stock) for r in results]
+        for name, text in words.items()
+    }
+    return _table(results, rows)
 
 
 def _groups(result: Replay) -> Table:
-    table = _table()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("tokens", "from token", "level", "requests", "steps", "saved"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("first request")  # the one to be cut where there is not room for all
     for group in result.groups[:SHOWN]:
+        text = " ".join((group.first.text or "").split())[:80]
+        first = f"line {group.first.line:,}" + (f": {text}" if text else "")
         table.add_row(
             f"{group.tokens:,}",
             f"{group.start:,}",
@@ -151,15 +134,9 @@ def _groups(result: Replay) -> Table:
             f"{group.members:,}",
             f"{group.steps:,}",
             _share(group.saved, result.kv_tokens_stock),
-            _first(group),
+            Text(first, no_wrap=True, overflow="ellipsis"),
         )
     return table
-
-
-def _first(group: SharedBy) -> Text:
-    line = f"line {group.first.line:,}"
-    text = " ".join((group.first.text or "").split())[:80]
-    return Text(f"{line}: {text}" if text else line, no_wrap=True, overflow="ellipsis")
 
 
 def _percent(share: float) -> str:

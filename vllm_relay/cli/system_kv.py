@@ -1,11 +1,10 @@
 """The commands on system-KV files: build, inspect, verify."""
 
-import json
 import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,21 +12,17 @@ from rich.table import Table
 
 from vllm_relay.cli.console import PLAIN, JsonFlag, err, one_line_errors, out, progress
 from vllm_relay.cli.engine import ESCAPE, read_engine_args
+from vllm_relay.validation import Count, checked, parse_json
+
+if TYPE_CHECKING:
+    from vllm_relay.system_kv.file import SystemKVFile
 
 ChatTemplate = Annotated[
-    str | None,
-    typer.Option("--chat-template", help="As for vllm serve; default: the model's own."),
+    str | None, typer.Option(help="As for vllm serve; default: the model's own.")
 ]
 # Largest difference that `verify --recompute` accepts, see `largest_difference`. Rounding in other
 # chunks makes up to 0.1 in bf16; values of other tokens or weights make more than 1.
 TOLERANCE = 0.25
-
-
-def _json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: is not JSON: {error}") from None
 
 
 def _read(path: Path) -> str:
@@ -37,16 +32,18 @@ def _read(path: Path) -> str:
         raise ValueError(f"{path}: is not UTF-8 text") from None
 
 
+def _token_ids(path: Path) -> tuple[int, ...]:
+    return checked(tuple[Count, ...], parse_json(path.read_bytes(), f"{path}: "), f"{path}: ")
+
+
 def _outputs(output: Path, sources: list[Path]) -> list[Path]:
     """Each prompt's file: the named one, or one per prompt in the named folder."""
-    if len(sources) == 1 and not output.is_dir():
-        return [output]
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"{output}: {len(sources)} prompts need a folder, this is a file")
-    if not output.is_dir() and output.suffix:
-        raise ValueError(
-            f"{output}: {len(sources)} prompts need a folder; make it, or drop the dot"
-        )
+    if not output.is_dir():
+        if len(sources) == 1:
+            return [output]
+        if output.exists() or output.suffix:
+            why = ", this is a file" if output.exists() else "; make it, or drop the dot"
+            raise ValueError(f"{output}: {len(sources)} prompts need a folder{why}")
     paths = [output / f"{source.stem}.relay" for source in sources]
     twice = {path.name for path in paths if paths.count(path) > 1}
     if twice:
@@ -56,26 +53,21 @@ def _outputs(output: Path, sources: list[Path]) -> list[Path]:
 
 def build(
     context: typer.Context,
-    model: Annotated[str, typer.Option("--model", help="As for vllm serve.")],
+    model: Annotated[str, typer.Option(help="As for vllm serve.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="File; a folder for several.")],
     system_prompt: Annotated[
-        list[Path] | None,
-        typer.Option("--system-prompt", help="Text file: the system message of chats."),
+        list[Path] | None, typer.Option(help="Text file: the system message of chats.")
     ] = None,
     text: Annotated[
-        list[Path] | None,
-        typer.Option("--text", help="Text file: the beginning of completion prompts."),
+        list[Path] | None, typer.Option(help="Text file: the beginning of completion prompts.")
     ] = None,
     token_ids: Annotated[
-        list[Path] | None,
-        typer.Option("--token-ids", help="JSON file: a list of token ids, stored as they are."),
+        list[Path] | None, typer.Option(help="JSON file: a list of token ids, stored as they are.")
     ] = None,
     chat_template: ChatTemplate = None,
-    tools: Annotated[
-        Path | None, typer.Option("--tools", help="JSON file: the tools of every request.")
-    ] = None,
+    tools: Annotated[Path | None, typer.Option(help="JSON file: the tools of requests.")] = None,
     chat_template_kwargs: Annotated[
-        str, typer.Option("--chat-template-kwargs", help="JSON: given to the chat template.")
+        str, typer.Option(help="JSON: given to the chat template.")
     ] = "{}",
     as_json: JsonFlag = False,
 ) -> None:
@@ -93,8 +85,12 @@ def build(
         messages = [(p.stem, _read(p)) for p in system_prompt or ()]
         texts = [(p.stem, _read(p)) for p in text or ()]
         ids = [(p.stem, _token_ids(p)) for p in token_ids or ()]
-        template = {"tools": _json(_read(tools), str(tools)) if tools else None}
-        template["template_kwargs"] = _json(chat_template_kwargs, "--chat-template-kwargs")
+        template = {
+            "tools": parse_json(tools.read_bytes(), f"{tools}: ") if tools else None,
+            "template_kwargs": parse_json(
+                chat_template_kwargs.encode(), "--chat-template-kwargs: "
+            ),
+        }
         engine_args = read_engine_args("build", model, context.args)
 
         from vllm_relay.system_kv.build import Builder, scratch_folder
@@ -133,17 +129,8 @@ def build(
     )
     if len(prompts) > 1:
         factor = prefill.padded_tokens / prefill.tokens
-        out.print(
-            f"packed; padded to the longest they were {prefill.padded_tokens:,} tokens "
-            f"({factor:.2f} x)"
-        )
-
-
-def _token_ids(path: Path) -> tuple[int, ...]:
-    given = _json(_read(path), str(path))
-    if not isinstance(given, list) or not all(type(t) is int and t >= 0 for t in given):
-        raise ValueError(f"{path}: must be a list of token ids")
-    return tuple(given)
+        padded = f"{prefill.padded_tokens:,} tokens ({factor:.2f} x)"
+        out.print(f"packed; padded to the longest they were {padded}")
 
 
 def inspect(
@@ -155,11 +142,8 @@ def inspect(
     with one_line_errors():
         opened = [SystemKVFile(path) for path in files]
     if as_json:
-        shown = [
-            {"path": str(f.path), "bytes": f.size, "seal": f.seal} | asdict(f.manifest)
-            for f in opened
-        ]
-        out.print_json(data=shown)
+        about = ({"path": str(f.path), "bytes": f.size, "seal": f.seal} for f in opened)
+        out.print_json(data=[a | asdict(f.manifest) for a, f in zip(about, opened, strict=True)])
         return
     for file in opened:
         manifest = file.manifest
@@ -226,13 +210,12 @@ def verify(
         if options and model is None:
             raise ValueError(f"no such option without --model: {options[0].removeprefix(ESCAPE)}")
         engine_args = None if model is None else read_engine_args("verify", model, options)
-        results = [_verify_bytes(path) for path in files]
+        opened = [_verify_bytes(path) for path in files]
         if engine_args is not None:
-            _verify_model(results, engine_args, chat_template, recompute)
-    bad = any(result["problems"] for result in results)
+            good = [(file, result) for file, result in opened if file is not None]
+            _verify_model(good, engine_args, chat_template, recompute)
+    results = [result for _, result in opened]
     if as_json:
-        for result in results:
-            result.pop("file")
         out.print_json(data=results)
     else:
         for result in results:
@@ -240,59 +223,59 @@ def verify(
             for line in result["problems"] or [", ".join(result["checked"])]:
                 out.print(verdict, style=style, end=" ")
                 out.print(f"{result['path']}: {line}")
-    if bad:
+    if any(result["problems"] for result in results):
         raise typer.Exit(1)
 
 
-def _verify_bytes(path: Path) -> dict[str, Any]:
+def _verify_bytes(path: Path) -> tuple["SystemKVFile | None", dict[str, Any]]:
+    """The file, if it is good, and what is found."""
     from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
 
-    result: dict[str, Any] = {"path": str(path), "checked": [], "problems": [], "file": None}
     try:
         file = SystemKVFile(path)
         started = time.monotonic()
         file.verify()
-        seconds = max(time.monotonic() - started, 1e-9)
-        result["checked"].append(f"every checksum ({file.size / 1e9 / seconds:.2f} GB/s)")
-        result["file"] = file
     except SystemKVError as error:
-        result["problems"].append(str(error).removeprefix(f"{path}: "))
-    return result
+        problem = str(error).removeprefix(f"{path}: ")
+        return None, {"path": str(path), "checked": [], "problems": [problem]}
+    rate = file.size / 1e9 / max(time.monotonic() - started, 1e-9)
+    done = f"every checksum ({rate:.2f} GB/s)"
+    return file, {"path": str(path), "checked": [done], "problems": []}
 
 
 def _verify_model(
-    results: list[dict[str, Any]], engine_args: Any, chat_template: str | None, recompute: bool
+    good: list[tuple["SystemKVFile", dict[str, Any]]],
+    engine_args: Any,
+    chat_template: str | None,
+    recompute: bool,
 ) -> None:
+    """Add to the results how the files fit a model."""
     from vllm_relay.system_kv.build import Builder, largest_difference, scratch_folder
     from vllm_relay.system_kv.identity import differences
     from vllm_relay.system_kv.prompts import Prompt
 
-    good = [result for result in results if result["file"] is not None]
     if not good:
         return
     # Not beside the files: their folder may be read-only.
     with scratch_folder(Path(tempfile.gettempdir())) as scratch, progress() as report:
         report("reading the model", 0, 1)
         builder = Builder(engine_args, scratch, chat_template)
-        for result in good:
-            found = differences(result["file"].manifest, builder.identity)
+        for file, result in good:
+            found = differences(file.manifest, builder.identity)
             result["problems"] += [f"differs in {entry}" for entry in found]
             if not found:
                 result["checked"].append("weights, tokenizer, template and configuration")
-        good = [result for result in good if not result["problems"]]
+        good = [(file, result) for file, result in good if not result["problems"]]
         if not recompute or not good:
             return
         prompts = [
-            Prompt(str(i), "token-ids", result["file"].manifest.token_ids)
-            for i, result in enumerate(good)
+            Prompt(str(i), "token-ids", file.manifest.token_ids) for i, (file, _) in enumerate(good)
         ]
         total = sum(len(prompt.token_ids) for prompt in prompts)
         builder.prefill(prompts, lambda doing, done: report(doing, done, total))
-        for i, (result, prompt) in enumerate(zip(good, prompts, strict=True)):
-            tensors, _ = builder.tensors(i, prompt)
-            worst, name = largest_difference(result["file"], tensors)
+        for i, ((file, result), prompt) in enumerate(zip(good, prompts, strict=True)):
+            worst, name = largest_difference(file, builder.tensors(i, prompt)[0])
             result["largest_difference"] = worst
-            line = f"values: {name} differs most, by {worst:.2%} of its rms"
             result["checked" if worst <= TOLERANCE else "problems"].append(
-                f"{line} ({TOLERANCE:.0%} allowed)"
+                f"values: {name} differs most, by {worst:.2%} of its rms ({TOLERANCE:.0%} allowed)"
             )

@@ -1,11 +1,13 @@
 """Request logs: JSON lines -> the requests, with the KV blocks that their prompts would lie in."""
 
-import json
-import reprlib
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, StrictFloat, StrictInt
+
+from vllm_relay.validation import Count, checked, parse_json
 
 # Text of a prompt, or its chat messages, to token ids.
 Tokenize = Callable[[str | list[Any]], list[int]]
@@ -15,6 +17,7 @@ DEFAULT_OUTPUT = 256
 # Tokens per block where nobody says: rows of hashes are read as Mooncake's, tokens as vLLM's.
 HASHED_BLOCK, TOKEN_BLOCK = 512, 16
 _MOST = 2**31  # lengths are int32 from here on
+_Milliseconds = Annotated[StrictFloat, Field(gt=-1e18, lt=1e18)]
 _KINDS = ("hash_ids", "prompt_token_ids", "prompt", "messages")
 
 
@@ -35,6 +38,15 @@ class Request:
     blocks: tuple[int, ...] = field(repr=False)
     line: int = 0
     text: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Hashed:
+    """A row of hashes, as far as it is read."""
+
+    hash_ids: list[StrictInt]
+    input_length: Count
+    output_length: Count
 
 
 @dataclass(frozen=True)
@@ -63,11 +75,11 @@ def read_trace(
         ValueError: naming the file, the line and what is wrong there.
         OSError: the file cannot be read.
     """
-    rows: list[tuple[int, str, dict[str, Any]]] = []
+    rows = []
     with path.open("rb") as file:
         for line, content in enumerate(file, 1):
             if content.strip():
-                rows.append((line, *_row(content, f"{path}:{line}")))
+                rows.append((line, *_row(content, f"{path}:{line}: ")))
     if not rows:
         raise ValueError(f"{path}: is empty")
     hashed = {kind == "hash_ids" for _, kind, _ in rows}
@@ -77,14 +89,22 @@ def read_trace(
                 f"{path}: some rows hold hash_ids, others tokens: say how many tokens a block has"
             )
         block_tokens = HASHED_BLOCK if True in hashed else TOKEN_BLOCK
-    paths = _Paths()
-    requests = []
+    paths, requests = _Paths(), []
     for line, kind, row in rows:
-        where = f"{path}:{line}"
+        where, text = f"{path}:{line}: ", None
         if kind == "hash_ids":
-            requests.append(_hashed(row, where, line, block_tokens, paths))
+            length, output, blocks = _hashed(row, where, block_tokens)
         else:
-            requests.append(_tokens(row, kind, where, line, block_tokens, tokenize, paths))
+            text, prompt = _prompt(row[kind], kind, where, tokenize)
+            length, output = len(prompt), _answer(row, where)
+            full = range(0, length // block_tokens * block_tokens, block_tokens)
+            blocks = [tuple(prompt[start : start + block_tokens]) for start in full]
+        if length + output >= _MOST:
+            raise ValueError(f"{where}{length} + {output} tokens are too many for one request")
+        timestamp = 0.0
+        if row.get("timestamp") is not None:
+            timestamp = checked(_Milliseconds, row["timestamp"], f"{where}timestamp")
+        requests.append(Request(timestamp, length, output, paths(blocks), line, text))
     return Trace(requests, block_tokens)
 
 
@@ -108,95 +128,48 @@ class _Paths:
 
 def _row(content: bytes, where: str) -> tuple[str, dict[str, Any]]:
     """How a row says what its prompt was, and the row."""
-    try:
-        row = json.loads(content)
-    except UnicodeDecodeError:
-        raise ValueError(f"{where}: is not UTF-8 text") from None
-    except ValueError as error:
-        raise ValueError(f"{where}: is not JSON: {error}") from None
+    row = parse_json(content, where)
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: must be an object, one per line")
+        raise ValueError(f"{where}must be an object, one per line")
     kind = next((kind for kind in _KINDS if kind in row), None)
     if kind is None:
-        raise ValueError(f"{where}: has none of {', '.join(_KINDS)}")
+        raise ValueError(f"{where}has none of {', '.join(_KINDS)}")
     return kind, row
 
 
-def _hashed(
-    row: dict[str, Any], where: str, line: int, block_tokens: int, paths: _Paths
-) -> Request:
-    tokens = _length(row, "input_length", where)
-    output = _length(row, "output_length", where)
-    ids = row["hash_ids"]
-    if not isinstance(ids, list) or not all(type(x) is int for x in ids):
-        raise ValueError(f"{where}: hash_ids must be a list of whole numbers")
-    full = tokens // block_tokens
-    if not full <= len(ids) <= -(-tokens // block_tokens):
+def _hashed(row: dict[str, Any], where: str, block_tokens: int) -> tuple[int, int, list[Hashable]]:
+    """Lengths of prompt and answer, and the ids of full blocks."""
+    given = checked(_Hashed, row, where)
+    tokens, ids = given.input_length, given.hash_ids
+    full, most = tokens // block_tokens, -(-tokens // block_tokens)
+    if not full <= len(ids) <= most:
         raise ValueError(
-            f"{where}: {len(ids)} hash_ids for {tokens} tokens of input; blocks of {block_tokens} "
-            f"tokens make {-(-tokens // block_tokens)}"
+            f"{where}{len(ids)} hash_ids for {tokens} tokens of input; blocks of {block_tokens} "
+            f"tokens make {most}"
         )
-    _check_sum(tokens, output, where)
-    return Request(_timestamp(row, where), tokens, output, paths(ids[:full]), line)
+    return tokens, given.output_length, list(ids[:full])
 
 
-def _tokens(
-    row: dict[str, Any],
-    kind: str,
-    where: str,
-    line: int,
-    block_tokens: int,
-    tokenize: Tokenize | None,
-    paths: _Paths,
-) -> Request:
-    prompt, text = row[kind], None
-    if kind == "messages" or isinstance(prompt, str):
-        text = _text(prompt, where)
+def _prompt(
+    prompt: Any, kind: str, where: str, tokenize: Tokenize | None
+) -> tuple[str | None, list[int]]:
+    """A prompt's text for people, where the row has it, and its token ids."""
+    text = prompt if isinstance(prompt, str) else None
+    if kind == "messages" and text is None:
+        messages = checked(list[dict[str, Any]], prompt, f"{where}messages")
+        text = " ".join(m["content"] for m in messages if isinstance(m.get("content"), str))
+    if text is not None:
         if tokenize is None:
-            raise ValueError(f"{where}: {kind} needs a tokenizer: give its folder")
+            raise ValueError(f"{where}{kind} needs a tokenizer: give its folder")
         try:
             prompt = tokenize(prompt)
         except Exception as error:  # of somebody else's template
-            raise ValueError(f"{where}: the tokenizer refuses {kind}: {error}") from error
-    if not isinstance(prompt, list) or not all(type(t) is int and t >= 0 for t in prompt):
-        raise ValueError(f"{where}: {kind} must be a list of token ids")
-    name = next((n for n in ("output_length", "max_tokens") if row.get(n) is not None), None)
-    output = DEFAULT_OUTPUT if name is None else _length(row, name, where)
-    _check_sum(len(prompt), output, where)
-    full = range(0, len(prompt) // block_tokens * block_tokens, block_tokens)
-    blocks = paths(tuple(prompt[start : start + block_tokens]) for start in full)
-    return Request(_timestamp(row, where), len(prompt), output, blocks, line, text)
+            raise ValueError(f"{where}the tokenizer refuses {kind}: {error}") from error
+    return text, checked(list[Count], prompt, f"{where}{kind}")
 
 
-def _text(prompt: str | Any, where: str) -> str:
-    """A prompt for people."""
-    if isinstance(prompt, str):
-        return prompt
-    if not isinstance(prompt, list) or not all(isinstance(m, dict) for m in prompt):
-        raise ValueError(f"{where}: messages must be a list of objects")
-    return " ".join(m["content"] for m in prompt if isinstance(m.get("content"), str))
-
-
-def _length(row: dict[str, Any], name: str, where: str) -> int:
-    if name not in row:
-        raise ValueError(f"{where}: {name} is missing")
-    value = row[name]
-    if type(value) is not int or value < 0:
-        shown = reprlib.repr(value)
-        raise ValueError(f"{where}: {name} must be a whole number >= 0, got {shown}")
-    return value
-
-
-def _check_sum(tokens: int, output: int, where: str) -> None:
-    if tokens + output >= _MOST:
-        raise ValueError(f"{where}: {tokens} + {output} tokens are too many for one request")
-
-
-def _timestamp(row: dict[str, Any], where: str) -> float:
-    value = row.get("timestamp")
-    if value is None:
-        return 0.0
-    if type(value) not in (int, float) or not abs(value) < 1e18:
-        shown = reprlib.repr(value)
-        raise ValueError(f"{where}: timestamp must be a number of milliseconds, got {shown}")
-    return float(value)
+def _answer(row: dict[str, Any], where: str) -> int:
+    for name in ("output_length", "max_tokens"):
+        if row.get(name) is not None:
+            return checked(Count, row[name], f"{where}{name}")
+    return DEFAULT_OUTPUT

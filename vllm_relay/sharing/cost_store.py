@@ -9,13 +9,17 @@ import json
 import os
 import platform
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, PlainValidator, StrictStr, create_model, with_config
 
 from vllm_relay.sharing.cost import Costs, KernelCosts
+from vllm_relay.validation import Amount, Positive, checked, parse_json
 
 SHIPPED = Path(__file__).with_name("devices.json")
 # Safety margin of the relayed path's predictions, for a measured shape and for another device or
@@ -26,6 +30,21 @@ MARGIN, MARGIN_OF_A_GUESS = 0.15, 0.3
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
+# Seconds per unit of work, as a file may state them.
+Seconds = Annotated[Amount, Field(lt=1)]
+# In a file no term is left out.
+_TERMS: dict[str, Any] = {term.name: (Seconds, ...) for term in fields(KernelCosts)}
+_KERNEL = create_model("Kernel", __config__=ConfigDict(extra="forbid"), **_TERMS)
+
+
+def _kernel(given: Any) -> KernelCosts:
+    return KernelCosts(**dict(_KERNEL.model_validate(given)))
+
+
+Kernel = Annotated[KernelCosts, PlainValidator(_kernel)]
+
+
+@with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True, kw_only=True)
 class Constants:
     """What was measured on one device for one head shape; see `sharing.cost.Costs` for its parts.
@@ -41,22 +60,22 @@ class Constants:
         measured: date and version.
     """
 
-    device: str
-    threads: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    dtype: str
-    cache: int
-    stock: KernelCosts
-    context: KernelCosts
-    system: KernelCosts
-    packed: KernelCosts
-    fusion: float
-    step: float
-    level: float
-    copy: float
-    measured: str = ""
+    device: StrictStr
+    threads: Positive
+    heads: Positive
+    kv_heads: Positive
+    head_size: Positive
+    dtype: StrictStr
+    cache: Positive
+    stock: Kernel
+    context: Kernel
+    system: Kernel
+    packed: Kernel
+    fusion: Seconds
+    step: Seconds
+    level: Seconds
+    copy: Seconds
+    measured: StrictStr = ""
 
     def costs(self, heads: int, kv_heads: int, head_size: int, dtype: str) -> Costs:
         """The costs of a head shape, in seconds per KV token, query token and pair of them."""
@@ -84,20 +103,6 @@ class Constants:
         return (
             self.device, self.threads, self.heads, self.kv_heads, self.head_size, self.dtype,
         )  # fmt: skip
-
-    @classmethod
-    def from_mapping(cls, given: Any) -> "Constants":
-        """Read an entry of a file.
-
-        Raises:
-            ValueError: a field is missing, unknown, of another type, or a time below 0.
-        """
-        if not isinstance(given, dict):
-            raise ValueError(f"expected an object, got {type(given).__name__}")
-        values = dict(given)
-        for name in ("stock", "context", "system", "packed"):
-            values[name] = _checked(KernelCosts, values.get(name))
-        return _checked(cls, values)
 
 
 @dataclass(frozen=True)
@@ -184,31 +189,41 @@ def load(path: Path) -> list[Constants]:
         ValueError: an unreadable file, or not one that `save` writes; names it and the reason.
     """
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
     except FileNotFoundError:
         return []
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise ValueError(f"{path}: {error}") from None
-    if not isinstance(given, list):
-        raise ValueError(f"{path}: expected a list of measurements")
-    entries = []
-    for index, entry in enumerate(given):
-        try:
-            entries.append(Constants.from_mapping(entry))
-        except ValueError as error:
-            raise ValueError(f"{path}: measurement {index}: {error}") from None
-    return entries
+    return checked(list[Constants], parse_json(content, f"{path}: "), f"{path}: ")
 
 
 def save(new: Iterable[Constants], path: Path) -> None:
     """Add measurements to a file, in place of those of the same device and shape. Whole or not."""
     entries = {entry.shape(): entry for entry in [*load(path), *new]}
     path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps([asdict(entry) for entry in entries.values()], indent=1)
+    with replacing(path) as draft:
+        draft.write_text(text + "\n", encoding="utf-8")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A draft beside ``path`` that takes its place in the end, if it was written.
+
+    Raises:
+        OSError: there cannot be a file of that name.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path}: is not a file")
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        text = json.dumps([asdict(entry) for entry in entries.values()], indent=1)
-        draft.write_text(text + "\n", encoding="utf-8")
-        draft.replace(path)
+        draft.touch()
+    except OSError as error:
+        raise OSError(f"{path}: {error.strerror}") from None
+    try:
+        yield draft
+        if draft.stat().st_size:
+            draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
 
@@ -245,22 +260,3 @@ def _with(threads: int | None) -> str:
 def _same_device(entry: str, wanted: str) -> bool:
     """True if both name one device; without an instruction set a name stands for all of them."""
     return entry == wanted or entry.rpartition(" (")[0] == wanted
-
-
-def _checked(kind: type[Any], given: Any) -> Any:
-    if not isinstance(given, dict):
-        raise ValueError(f"{kind.__name__.lower()}: expected an object, got {given!r}")
-    types = {field.name: field.type for field in fields(kind)}
-    unknown, missing = set(given) - set(types), set(types) - set(given) - {"measured"}
-    if unknown or missing:
-        raise ValueError(f"unknown or missing: {', '.join(sorted(unknown | missing))}")
-    for name, value in given.items():
-        if types[name] is float and not (
-            isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
-        ):
-            raise ValueError(f"{name} must be seconds from 0 to 1, got {value!r}")
-        if types[name] is int and not (type(value) is int and value >= 1):
-            raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
-        if types[name] is str and not isinstance(value, str):
-            raise ValueError(f"{name} must be text, got {value!r}")
-    return kind(**given)

@@ -17,14 +17,17 @@ import os
 import stat
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import blake3
 import safetensors
 import torch
+from pydantic import ConfigDict, StrictFloat, StrictInt, StrictStr, with_config
 from safetensors.torch import save_file
+
+from vllm_relay.validation import Count, Positive, checked
 
 FORMAT = 1
 MANIFEST_KEY = "vllm_relay.system_kv"
@@ -37,15 +40,16 @@ class SystemKVError(ValueError):
     """A system-KV file that cannot be used; the message is one line with file and reason."""
 
 
+@with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
 class Layer:
     """One attention layer: its name in vLLM's model, its shape, the scales of a quantised cache."""
 
-    name: str
-    kv_heads: int
-    head_size: int
-    k_scale: float = 1.0
-    v_scale: float = 1.0
+    name: StrictStr
+    kv_heads: Positive
+    head_size: Positive
+    k_scale: StrictFloat = 1.0
+    v_scale: StrictFloat = 1.0
 
 
 @dataclass(frozen=True)
@@ -69,24 +73,24 @@ class Manifest:
         checksums: hexadecimal BLAKE3 of each tensor's bytes, by tensor name.
     """
 
-    name: str
-    kind: str
-    token_ids: tuple[int, ...]
-    text: str | None
-    model: str
-    weights: str
-    tokenizer: str | None
-    chat_template: str | None
+    name: StrictStr
+    kind: StrictStr
+    token_ids: tuple[Count, ...]
+    text: StrictStr | None
+    model: StrictStr
+    weights: StrictStr
+    tokenizer: StrictStr | None
+    chat_template: StrictStr | None
     rope: Mapping[str, Any]
     config: Mapping[str, Any]
-    dtype: str
-    kv_cache_dtype: str
-    quantization: str | None
+    dtype: StrictStr
+    kv_cache_dtype: StrictStr
+    quantization: StrictStr | None
     layers: tuple[Layer, ...]
-    engine: Mapping[str, str]
-    created: str
-    checksums: Mapping[str, str]
-    format: int = FORMAT
+    engine: Mapping[str, StrictStr]
+    created: StrictStr
+    checksums: Mapping[str, StrictStr]
+    format: StrictInt = FORMAT
 
     @property
     def tokens(self) -> int:
@@ -102,14 +106,6 @@ class Manifest:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
-
-    @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> "Manifest":
-        """Raises KeyError, TypeError or ValueError for a missing or malformed field."""
-        values = {field.name: given[field.name] for field in fields(cls)}
-        values["token_ids"] = tuple(int(token) for token in given["token_ids"])
-        values["layers"] = tuple(Layer(**layer) for layer in given["layers"])
-        return cls(**values)
 
 
 def tensor_names(layer: str) -> tuple[str, str]:
@@ -153,7 +149,7 @@ def write_file(
             )
     dense = {name: tensor.contiguous() for name, tensor in tensors.items()}
     checksums = {name: checksum(tensor) for name, tensor in dense.items()}
-    text = Manifest.from_dict(asdict(manifest) | {"checksums": checksums}).to_json()
+    text = replace(manifest, checksums=checksums).to_json()
     unfinished = scratch / f"{path.name}.unfinished"
     seal = torch.zeros(_SEAL_BYTES, dtype=torch.uint8)
     try:
@@ -246,7 +242,7 @@ class SystemKVFile:
                 "differs): the file is damaged or was edited"
             )
         try:
-            self.manifest = Manifest.from_dict(given)
+            self.manifest = checked(Manifest, given, "")
             shapes = self.manifest.shapes()
             if shapes.keys() | {SEAL} != header.tensors.keys() or (
                 shapes.keys() != self.manifest.checksums.keys()

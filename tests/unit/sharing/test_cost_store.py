@@ -9,6 +9,7 @@ import pytest
 
 from vllm_relay.sharing import KernelCosts, cost_store
 from vllm_relay.sharing.cost_store import Constants, find_costs, load, save
+from vllm_relay.validation import checked
 
 HERE = Constants(
     device="some CPU (vec)",
@@ -101,9 +102,9 @@ def test_what_is_shipped_can_be_read_and_is_of_real_machines() -> None:
     ("text", "message"),
     [
         ("{", "Expecting property name"),
-        ("{}", "expected a list of measurements"),
-        ("[1]", "measurement 0: expected an object, got int"),
-        ('[{"device": 1}]', "measurement 0: kernelcosts: expected an object, got None"),
+        ("{}", r": must be a valid list, got \{\}"),
+        ("[1]", r": \[0\] must be a dictionary or an instance of Constants, got 1"),
+        ('[{"device": 1}]', r": \[0\].device must be a valid string, got 1"),
     ],
 )
 def test_a_file_that_is_none_is_named(own_file: Path, text: str, message: str) -> None:
@@ -121,25 +122,25 @@ def test_a_file_that_is_none_is_named(own_file: Path, text: str, message: str) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"threads": 0}, "threads must be a whole number >= 1, got 0"),
-        ({"threads": True}, "threads must be a whole number"),
-        ({"step": -1.0}, "step must be seconds from 0 to 1, got -1.0"),
-        ({"step": float("nan")}, "step must be seconds"),
-        ({"device": 3}, "device must be text, got 3"),
-        ({"extra": 1}, "unknown or missing: extra"),
+        ({"threads": 0}, "threads must be >= 1, got 0"),
+        ({"threads": True}, "threads must be a valid integer, got True"),
+        ({"step": -1.0}, "step must be >= 0, got -1.0"),
+        ({"step": float("nan")}, "step must be less than 1, got nan"),
+        ({"device": 3}, "device must be a valid string, got 3"),
+        ({"extra": 1}, "extra is unknown; known: device, threads"),
     ],
 )
 def test_a_wrong_value_is_named(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Constants.from_mapping(asdict(HERE) | change)
+        checked(Constants, asdict(HERE) | change, "")
 
 
 def test_a_missing_value_is_named() -> None:
     given = asdict(HERE)
     del given["stock"]["pair"]
-    with pytest.raises(ValueError, match="unknown or missing: pair"):
-        Constants.from_mapping(given)
-    assert Constants.from_mapping(asdict(HERE)) == HERE
+    with pytest.raises(ValueError, match=r"^entry: stock\.pair is missing$"):
+        checked(Constants, given, "entry: ")
+    assert checked(Constants, asdict(HERE), "") == HERE
 
 
 def test_an_unknown_dtype_is_refused() -> None:

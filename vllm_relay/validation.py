@@ -1,0 +1,58 @@
+"""Checks of what comes from outside (settings, JSON, files): each fault is one line of text."""
+
+import json
+import re
+import reprlib
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, StrictFloat, StrictInt, StrictStr, TypeAdapter, ValidationError
+
+T = TypeVar("T")
+
+Count = Annotated[StrictInt, Field(ge=0)]
+Positive = Annotated[StrictInt, Field(ge=1)]
+Amount = Annotated[StrictFloat, Field(ge=0)]
+Text = Annotated[StrictStr, Field(min_length=1)]
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+
+
+def checked(kind: type[T], given: Any, where: str) -> T:
+    """``given`` as a value of ``kind``: a dataclass, of a mapping, or a type that pydantic knows.
+
+    Args:
+        where: text before the place of a fault, such as "relay." or "log.jsonl:3: ".
+
+    Raises:
+        ValueError: the first fault, in one line: its place, what must be there, what is there.
+    """
+    try:
+        value: T = _adapter(kind).validate_python(given)
+        return value
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+    place = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in fault["loc"])
+    place = (where + place.removeprefix(".")).rstrip()
+    match fault["type"]:
+        case "value_error":  # of a validator of ours, which names the place itself
+            raise ValueError(str(fault["ctx"]["error"]))
+        case "missing":
+            raise ValueError(f"{place} is missing")
+        case "unexpected_keyword_argument" | "extra_forbidden":
+            known = [field.name for field in fields(kind)] if is_dataclass(kind) else []
+            listed = f"; known: {', '.join(known)}" if fault["loc"][0] not in known else ""
+            raise ValueError(f"{place} is unknown{listed}")
+    reason = re.sub(r"^\w+ should", "must", fault["msg"]).replace("greater than or equal to", ">=")
+    raise ValueError(f"{place} {reason}, got {reprlib.repr(fault['input'])}")
+
+
+def parse_json(content: bytes, where: str) -> Any:
+    """A JSON text, in UTF-8. Raises ValueError, with ``where`` as in `checked`."""
+    try:
+        return json.loads(content)
+    except UnicodeDecodeError:
+        raise ValueError(f"{where}is not UTF-8 text") from None
+    except ValueError as error:
+        raise ValueError(f"{where}is not JSON: {error}") from None
