@@ -19,6 +19,7 @@ import torch
 from vllm_relay.config import CAPTURE_CONNECTOR
 from vllm_relay.system_kv import capture
 from vllm_relay.system_kv.file import (
+    Identity,
     Layer,
     Manifest,
     SystemKVError,
@@ -26,7 +27,7 @@ from vllm_relay.system_kv.file import (
     tensor_names,
     write_file,
 )
-from vllm_relay.system_kv.identity import Identity, identify
+from vllm_relay.system_kv.identity import identify
 from vllm_relay.system_kv.prompts import Prompt
 
 _SCRATCH = ".vllm-relay-build-"

@@ -52,21 +52,37 @@ class Layer:
     v_scale: StrictFloat = 1.0
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """The description of a file.
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Everything that the KV of an engine depends on, beside the tokens.
+
+    Attributes:
+        model: the model's name; not compared.
+        weights, tokenizer, chat_template: digests (`vllm_relay.system_kv.digest`), or None.
+        rope, config: the settings of the model that KV depends on. dtype: of the model.
+        kv_cache_dtype, quantization: vLLM's options, as resolved.
+    """
+
+    model: StrictStr
+    weights: StrictStr
+    tokenizer: StrictStr | None
+    chat_template: StrictStr | None
+    rope: Mapping[str, Any]
+    config: Mapping[str, Any]
+    dtype: StrictStr
+    kv_cache_dtype: StrictStr
+    quantization: StrictStr | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(Identity):
+    """The description of a file: the identity of the engine that computed the KV, and the prompt.
 
     Attributes:
         name: the prompt's name in logs and counters.
         kind: the prompt's source: "system-prompt", "text" or "token-ids".
         token_ids: the tokens whose KV the file holds, from position 0 on.
         text: the tokens decoded; None without a tokenizer.
-        model: the model's name at the build; not compared.
-        weights, tokenizer, chat_template: digests (`vllm_relay.system_kv.digest`), None where there
-            is none.
-        rope, config: the settings that KV depends on (`vllm_relay.system_kv.identity`).
-        dtype: dtype of the tensors and of the model.
-        kv_cache_dtype, quantization: vLLM's options, as resolved.
         layers: in the order of the model.
         engine: versions and settings of the engine that computed the KV; not compared.
         created: ISO 8601, with time zone.
@@ -77,15 +93,6 @@ class Manifest:
     kind: StrictStr
     token_ids: tuple[Count, ...]
     text: StrictStr | None
-    model: StrictStr
-    weights: StrictStr
-    tokenizer: StrictStr | None
-    chat_template: StrictStr | None
-    rope: Mapping[str, Any]
-    config: Mapping[str, Any]
-    dtype: StrictStr
-    kv_cache_dtype: StrictStr
-    quantization: StrictStr | None
     layers: tuple[Layer, ...]
     engine: Mapping[str, StrictStr]
     created: StrictStr

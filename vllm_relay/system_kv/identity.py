@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from vllm_relay.system_kv.digest import (
     digest_tokenizer,
     digest_weights,
 )
-from vllm_relay.system_kv.file import Manifest, SystemKVError
+from vllm_relay.system_kv.file import Identity, Manifest, SystemKVError
 
 # Settings of a Hugging Face config that KV does not depend on; RoPE is compared on its own.
 # fmt: off
@@ -39,21 +38,6 @@ _LOAD_FORMATS = (
 )  # fmt: skip
 # RoPE types that depend on lengths beside their parameters.
 _ROPE_BY_LENGTH = ("longrope", "su", "dynamic")
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Everything that the KV of an engine depends on; the fields are those of `Manifest`."""
-
-    model: str
-    weights: str
-    tokenizer: str | None
-    chat_template: str | None
-    rope: Mapping[str, Any]
-    config: Mapping[str, Any]
-    dtype: str
-    kv_cache_dtype: str
-    quantization: str | None
 
 
 def identify(vllm_config: Any, chat_template: str | None = None) -> Identity:
