@@ -7,7 +7,6 @@ batch's order or another; `merge_splits` takes any number of partials that lie o
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -177,11 +176,9 @@ def merge_into(
         ValueError: a shape, dtype or device does not fit; the message names the argument.
     """
     checks.partials([out, *outs], [lse, *lses])
-    checks.shape("index", index, (len(outs), out.shape[0]), "[n, T]")
     if not outs:
         raise ValueError("outs: expected at least one partial beside out")
-    if index.dtype != torch.int32 or index.device != out.device or index.stride(-1) != 1:
-        raise ValueError(f"index: expected int32 on {out.device} with a dense last dim")
+    checks.places(index, len(outs), out)
     fuse([out, *outs], [lse, *lses], out, index)
     return out
 
