@@ -37,8 +37,6 @@ def nothing_left_behind(monkeypatch):
 def forget():
     """Packages and providers found so far."""
     requirements.module.cache_clear()
-    for provider in providers._registered.values():
-        provider.__dict__.pop("implementation", None)
 
 
 def install(monkeypatch, name, **contents):

@@ -16,10 +16,9 @@ To add a provider:
 
 import os
 from collections.abc import Collection
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
-from types import TracebackType
-from typing import Protocol, cast
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -66,19 +65,20 @@ class Provider:
     """A name for an implementation, and where it is chosen without being forced."""
 
     name: str
-    source: object
+    source: Any
     """An `Implementation`, or the name of the module that is one."""
     devices: Collection[str] = ()
     """Types of devices whose tensors it is offered; empty: only when forced."""
     ops: Collection[str] = OPS
     """Ops that it is offered; it can be forced for both."""
 
-    @cached_property
+    @property
     def implementation(self) -> Implementation:
         """The functions; loads the module, or is the text that says why that failed."""
-        if not isinstance(self.source, str):
-            return cast(Implementation, self.source)
-        return cast(Implementation, module(f"vllm_relay.ops.attention.{self.source}"))
+        found: Implementation = self.source
+        if isinstance(self.source, str):
+            found = module(f"vllm_relay.ops.attention.{self.source}")
+        return found
 
     def unusable(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         """Why the provider cannot take these tensors, or None."""
@@ -110,7 +110,7 @@ def register(name: str, implementation: object, devices: Collection[str] = ()) -
     _registered.update({name: Provider(name, implementation, devices), **others})
 
 
-class use:
+def use(op: str, name: str | None) -> ExitStack:
     """Force a provider for the whole process; as a context manager, until the block ends.
 
     use("system", "triton"); with use("context", "torch"): ...; None chooses again. Stronger than
@@ -119,26 +119,14 @@ class use:
     Raises:
         ValueError: the op or the provider is unknown.
     """
-
-    def __init__(self, op: str, name: str | None) -> None:
-        if op not in OPS:
-            raise ValueError(f"op: expected one of {', '.join(OPS)}, got {op!r}")
-        if name is not None:
-            _known(op, name)
-        self._op = op
-        self._before = _forced[op]
-        _forced[op] = name
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        _forced[self._op] = self._before
+    if op not in OPS:
+        raise ValueError(f"op: expected one of {', '.join(OPS)}, got {op!r}")
+    if name is not None:
+        _known(op, name)
+    end = ExitStack()
+    end.callback(_forced.__setitem__, op, _forced[op])
+    _forced[op] = name
+    return end
 
 
 def choose(op: str, q: Tensor, k: Tensor, v: Tensor) -> Provider:
