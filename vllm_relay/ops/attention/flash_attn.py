@@ -48,7 +48,7 @@ def context_attention(
         k_cache,
         v_cache,
         cache_seqlens=context.context_lens.int().contiguous(),
-        block_table=_dense_columns(context.block_table),
+        block_table=context.block_table.int().contiguous(),
         softmax_scale=scale,
         causal=True,
         return_softmax_lse=True,
@@ -73,12 +73,10 @@ class Varlen:
         self._block_multiple = block_multiple
 
     @cached_property
-    def _fn(self) -> Callable[..., Any]:
-        return self._load()
-
-    @cached_property
-    def _names(self) -> Collection[str]:
-        return inspect.signature(self._fn).parameters
+    def _fn(self) -> tuple[Callable[..., Any], Collection[str]]:
+        """The function and the names of its parameters."""
+        fn = self._load()
+        return fn, inspect.signature(fn).parameters
 
     def unusable(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         """Why FlashAttention cannot take these tensors, or None."""
@@ -111,9 +109,8 @@ class Varlen:
             # FlashAttention 2 takes a maximum of 1 to mean one query in every row.
             most = 2
         lens = context.context_lens.int().contiguous()
-        if "seqused_k" in self._names:
-            lengths = {"seqused_k": lens}
-        else:
+        lengths = {"seqused_k": lens}
+        if "seqused_k" not in self._fn[1]:
             sums = torch.cumsum(lens, 0, dtype=torch.int32)
             lengths = {"cu_seqlens_k": torch.nn.functional.pad(sums, (1, 0))}
         out, lse = self._call(
@@ -125,28 +122,24 @@ class Varlen:
             max_seqlen_k=context.max_context_len,
             softmax_scale=scale,
             causal=True,
-            block_table=_dense_columns(context.block_table),
+            block_table=context.block_table.int().contiguous(),
             **lengths,
         )
         return out, _negative(_checked(lse, q))
 
     def _call(self, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        fn, names = self._fn
         # vLLM's has both names, and means a debugging aid by the second.
         for flag in ("return_softmax_lse", "return_attn_probs"):
-            if flag in self._names:
-                out, lse, *_ = self._fn(**kwargs, **{flag: True})
+            if flag in names:
+                out, lse, *_ = fn(**kwargs, **{flag: True})
                 return out, lse
-        raise ValueError(f"{self._fn} cannot return the LSE")
+        raise ValueError(f"{fn} cannot return the LSE")
 
 
 def _ends(n: int, device: torch.device) -> Tensor:
     # [0, n] written by the device itself; a copy from the host would wait.
     return torch.arange(0, n + 1, n, dtype=torch.int32, device=device)
-
-
-def _dense_columns(block_table: Tensor) -> Tensor:
-    table = block_table.int()
-    return table if table.stride(-1) == 1 else table.contiguous()
 
 
 def _checked(lse: Tensor, q: Tensor) -> Tensor:

@@ -88,20 +88,15 @@ def _tile(rows: int, head_size: int, itemsize: int) -> dict[str, int]:
     block_m = max(16, triton.next_power_of_2(rows))
     if itemsize == 4:
         # No tensor cores: products are unrolled, and larger tiles spill.
-        block_m, block_n, num_warps, num_stages = 16, 32, 8, 2
+        block_m, block_n, warps, stages = 16, 32, 8, 2
     elif block_d > 128:
-        block_m, block_n, num_warps, num_stages = min(block_m, 32), 32, 4, 2
+        block_m, block_n, warps, stages = min(block_m, 32), 32, 4, 2
     else:
         block_m, block_n = min(block_m, 128), 64
         # With three stages, the block table is read an iteration before the keys that it names.
-        num_warps, num_stages = 8 if block_m == 128 else 4, 3
-    return {
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "BLOCK_D": block_d,
-        "num_warps": num_warps,
-        "num_stages": num_stages,
-    }
+        warps, stages = 8 if block_m == 128 else 4, 3
+    tile = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": block_d}
+    return {**tile, "num_warps": warps, "num_stages": stages}
 
 
 def _num_splits(q: Tensor, programs: int, max_len: int) -> int:
@@ -155,22 +150,12 @@ def _attend(
     else:
         out, lse = q.new_zeros(q.shape), lses[0]
         outs = out.unsqueeze(0)
+    tensors = (q, k, v, table, lens, starts, outs, lses)
+    strides = [x.stride() for x in (q, k, v, table, outs, lses)]
     kernel: Any = attend_kernel
     kernel[(tiles, kv_heads, splits)](
-        q,
-        k,
-        v,
-        table,
-        lens,
-        starts,
-        outs,
-        lses,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        (0, 0) if context is None else table.stride(),
-        outs.stride(),
-        lses.stride(),
+        *tensors,
+        *strides,
         groups,
         tokens,
         k.shape[1],

@@ -4,6 +4,7 @@ Nothing here reads a device tensor on the host, and shapes depend on the batch's
 of it can be captured in a CUDA graph.
 """
 
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -65,7 +66,12 @@ def paged_relay(
     from vllm_relay.ops.fusion.triton import merge_into
     from vllm_relay.ops.step.gather import gather_rows
 
-    def system() -> tuple[list[Tensor], list[Tensor]]:
+    if side is not None:
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+    # Tensors allocated on the side stream return to its pool; the next to take them has waited for
+    # the main stream, which reads them last.
+    with nullcontext() if side is None else torch.cuda.stream(side):
         outs = [torch.empty_like(out) for _ in range(plan.index.shape[0])]
         queries = gather_rows(q, plan.index[: len(plan.levels)])
         lses = [
@@ -75,18 +81,7 @@ def paged_relay(
         if plan.dense is not None:
             k, v = (cache.view(-1, *cache.shape[2:]) for cache in (k_cache, v_cache))
             lses.append(attend(plan.dense, queries[0], k, v, outs[-1]))
-        return outs, lses
-
-    if side is None:
-        outs, lses = system()
-        lse = attend(plan.context, q, k_cache, v_cache, out)
-    else:
-        main = torch.cuda.current_stream()
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            # Tensors allocated here return to this stream's pool; the next to take them has waited
-            # for the main stream, which reads them last.
-            outs, lses = system()
-        lse = attend(plan.context, q, k_cache, v_cache, out)
+    lse = attend(plan.context, q, k_cache, v_cache, out)
+    if side is not None:
         main.wait_stream(side)
     return merge_into(out, lse, outs, lses, plan.index)
