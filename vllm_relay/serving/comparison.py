@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +59,12 @@ class Load:
 
 def render(tokenizer: Any, system: str, questions: Sequence[str]) -> list[str]:
     """Prompts as the server's chat endpoint renders them, by transformers' tokenizer."""
-    chats = [
-        [{"role": "system", "content": system}, {"role": "user", "content": question}]
-        for question in questions
-    ]
-    return [
-        str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-        for chat in chats
-    ]
+    prompts = []
+    for question in questions:
+        chat = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+        rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        prompts.append(str(rendered))
+    return prompts
 
 
 def measure(
@@ -151,9 +150,8 @@ def compare(
     if share is not None and "gpu-memory-utilization" not in map(flag_name, flags):
         flags = [*flags, "--gpu-memory-utilization", str(share)]
 
-    def wait_ready(key: str) -> None:
-        label = SYSTEMS[key].label
-        servers[key].wait_ready(lambda doing: report(f"{label}: {doing}"), READY)
+    def report_of(what: str) -> Report:
+        return lambda doing: report(f"{what}: {doing}")
 
     with ExitStack() as stack:
         for key in keys:
@@ -162,25 +160,20 @@ def compare(
             server = serving(model, system_flags, log, env=env, ready=False)
             servers[key] = stack.enter_context(server)
             if share is not None:  # each measures the GPU memory that it finds free
-                wait_ready(key)
-        for key in servers:
-            wait_ready(key)
+                servers[key].wait_ready(report_of(SYSTEMS[key].label), READY)
+        for key, started in servers.items():
+            started.wait_ready(report_of(SYSTEMS[key].label), READY)
         distances = check(servers, checked, report)
         highest = dict.fromkeys(keys, math.inf)
-        for number, (index, make) in (
-            (number, load) for number in range(1, repeats + 1) for load in enumerate(loads)
-        ):
+        for number, (index, make) in product(range(1, repeats + 1), enumerate(loads)):
             load = make(number)
             able = [x for x in keys if math.isinf(load.rate) or load.rate <= highest[x]]
             for key in interleaved(able, number + index):
                 rate = "all at once" if math.isinf(load.rate) else f"{load.rate:g}/s"
-                where = f"round {number} of {repeats}, {SYSTEMS[key].label}, {rate}"
+                where = report_of(f"round {number} of {repeats}, {SYSTEMS[key].label}, {rate}")
                 # The client's datasets: other prompts for every load and round.
                 seed = number * len(loads) + index
-                found = measure(
-                    servers[key], client or {}, load, seed,
-                    lambda doing, where=where: report(f"{where}: {doing}"),  # type: ignore[misc]
-                )  # fmt: skip
+                found = measure(servers[key], client or {}, load, seed, where)
                 row: dict[str, Any] = {"rate": load.rate, "round": number, "system": key}
                 row |= {"requests": int(found.pop("completed")), "tokens": load.tokens}
                 row |= {name: round(value, 5) for name, value in found.items()}

@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -64,33 +64,32 @@ def kept_logs(prefix: str, hints: Mapping[str, str] | None = None) -> Iterator[P
         prefix: start of the folder's name. hints: text in a dead child's log -> reason to report.
     """
     folder = Path(tempfile.mkdtemp(prefix=prefix))
-    try:
-        yield folder
-    except ProcessDied as error:
-        text = str(error)
-        # vLLM's last error only points at an earlier one
-        errors = re.findall(r"\b\w*(?:Error|Exception): (?!Engine core init).+", text)
-        reason = f"{text.partition(':')[0]}: {(errors or text.splitlines())[-1]}"
-        reason = next((hint for sign, hint in (hints or {}).items() if sign in text), reason)
-        raise RuntimeError(f"{reason}; logs: {folder}") from error
-    except (RuntimeError, OSError) as error:
-        raise RuntimeError(f"{error}; logs: {folder}") from error
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        try:
+            yield folder
+        except (RuntimeError, OSError) as error:
+            stack.pop_all()
+            reason = text = str(error)
+            if isinstance(error, ProcessDied):
+                # vLLM's last error only points at an earlier one
+                errors = re.findall(r"\b\w*(?:Error|Exception): (?!Engine core init).+", text)
+                reason = f"{text.partition(':')[0]}: {(errors or text.splitlines())[-1]}"
+                told = (hint for sign, hint in (hints or {}).items() if sign in text)
+                reason = next(told, reason)
+            raise RuntimeError(f"{reason}; logs: {folder}") from error
 
 
 class Process:
     """Child process in a process group of its own, its output in a file."""
 
-    def __init__(self, command: Sequence[str], log: Path, env: dict[str, str]) -> None:
+    def __init__(self, command: Sequence[str], log: Path, env: dict[str, str] | None) -> None:
         self.log = log
         with log.open("wb") as output:
             # Own session: Ctrl-C reaches only the parent, which then stops the child in order.
             self._child = subprocess.Popen(
                 command,
-                env={**os.environ, **env},
+                env={**os.environ, **QUIET, **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -161,7 +160,7 @@ def run(
     Raises:
         ProcessDied: the exit status is not 0.
     """
-    child = Process(command, log, QUIET | (env or {}))
+    child = Process(command, log, env)
     try:
         while child.poll() is None:
             report(progress(child.text()))
@@ -187,17 +186,14 @@ class Server(Process):
     """
 
     def __init__(
-        self, model: Path | str, flags: Sequence[str], log: Path, env: dict[str, str]
+        self, model: Path | str, flags: Sequence[str], log: Path, env: dict[str, str] | None
     ) -> None:
-        self.port = free_port()
+        port = str(free_port())
+        self.url = f"http://127.0.0.1:{port}"
         self.model = model
         self.name = flag_value(flags, "served-model-name") or str(model)
-        where = ["--host", "127.0.0.1", "--port", str(self.port)]
+        where = ["--host", "127.0.0.1", "--port", port]
         super().__init__(beside_python("vllm", "serve", str(model), *where, *flags), log, env)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
     def wait_ready(self, report: Report, seconds: float = 300) -> None:
         """Returns once /health answers.
@@ -229,7 +225,7 @@ def serving(
     report: Report = lambda doing: None,
 ) -> Iterator[Server]:
     """Server for the body, ready unless ``ready`` is False; stopped however the body ends."""
-    server = Server(model, flags, log, QUIET | (env or {}))
+    server = Server(model, flags, log, env)
     try:
         if ready:
             server.wait_ready(report)
