@@ -46,9 +46,8 @@ class Distance:
         return self.rms <= AGREEMENT and self.worst <= AGREEMENT_OF_ONE
 
     def __str__(self) -> str:
-        return (
-            f"log-probabilities differ by {self.rms:.3f} (rms), in one answer by {self.worst:.3f}"
-        )
+        each = f"in one answer by {self.worst:.3f}"
+        return f"log-probabilities differ by {self.rms:.3f} (rms), {each}"
 
 
 def distance(ours: Sequence[Answer], theirs: Sequence[Answer]) -> Distance:
@@ -67,11 +66,7 @@ def distance(ours: Sequence[Answer], theirs: Sequence[Answer]) -> Distance:
 
 
 def greedy(server: Server, prompts: Sequence[str]) -> list[Answer]:
-    """Greedy answers to prompts sent all at once.
-
-    Raises:
-        RuntimeError: the server refuses a prompt.
-    """
+    """Greedy answers to prompts sent all at once; RuntimeError if the server refuses one."""
     body = {
         "model": server.name,
         "prompt": list(prompts),
@@ -93,16 +88,13 @@ def greedy(server: Server, prompts: Sequence[str]) -> list[Answer]:
     except urllib.error.HTTPError as error:
         detail = error.read().decode(errors="replace")[:500]
         raise RuntimeError(f"the server refuses a prompt ({error.code}): {detail}") from error
-    return [
-        [
-            (token, logprob, logprob - max(x for key, x in top.items() if key != token))
-            for token, logprob, top in zip(
-                *(choice["logprobs"][x] for x in ("tokens", "token_logprobs", "top_logprobs")),
-                strict=True,
-            )
-        ]
-        for choice in choices
-    ]
+    answers = []
+    for found in (choice["logprobs"] for choice in choices):
+        steps = zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True)
+        answers.append(
+            [(token, x, x - max(top[y] for y in top if y != token)) for token, x, top in steps]
+        )
+    return answers
 
 
 def check(
@@ -110,21 +102,16 @@ def check(
 ) -> dict[str, Distance]:
     """Distance of each system's greedy answers from the baseline's; also warms the servers up.
 
-    The prompts are sent all at once, so that sharing is as under load.
-
-    Raises:
-        WrongAnswers: an answer is too far off.
+    Raises WrongAnswers if one is too far off. All prompts at once: sharing is as under load.
     """
     report("checking that all answer alike")
     answers = {}
     for key, server in servers.items():
         greedy(server, prompts[:1])  # puts the shared prefix into the cache
         answers[key] = greedy(server, prompts)
-    found = {key: distance(answers[key], answers[REFERENCE]) for key in servers}
+    found = {key: distance(answer, answers[REFERENCE]) for key, answer in answers.items()}
     for key, value in found.items():
         if not value.agrees:
-            raise WrongAnswers(
-                f"{SYSTEMS[key].label} does not answer as {SYSTEMS[REFERENCE].label}: {value}; "
-                "no speed is reported"
-            )
+            ours, theirs = SYSTEMS[key].label, SYSTEMS[REFERENCE].label
+            raise WrongAnswers(f"{ours} does not answer as {theirs}: {value}; no speed is reported")
     return found

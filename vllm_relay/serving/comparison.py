@@ -92,9 +92,8 @@ def measure(
         "normalized_s": statistics.mean((ttft + sum(itls)) / n for ttft, itls, n in requests),
     }
     for name in ("ttft", "tpot", "itl"):
-        measured[f"{name}_mean_s"] = found[f"mean_{name}_ms"] / 1e3
-        measured[f"{name}_p50_s"] = found[f"median_{name}_ms"] / 1e3
-        measured[f"{name}_p99_s"] = found[f"p99_{name}_ms"] / 1e3
+        for ours, theirs in (("mean", "mean"), ("p50", "median"), ("p99", "p99")):
+            measured[f"{name}_{ours}_s"] = found[f"{theirs}_{name}_ms"] / 1e3
     return measured
 
 

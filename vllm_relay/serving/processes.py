@@ -152,13 +152,9 @@ def run(
     progress: Callable[[str], str] = lambda text: "running",
     report: Report = lambda doing: None,
 ) -> str:
-    """Runs a command to its end; returns its output.
+    """Runs a command to its end; returns its output. ProcessDied if its exit status is not 0.
 
-    Args:
-        progress: the output so far -> the text to report.
-
-    Raises:
-        ProcessDied: the exit status is not 0.
+    progress: the output so far -> the text to report.
     """
     child = Process(command, log, env)
     try:
@@ -179,11 +175,7 @@ def last_message(log: str) -> str:
 
 
 class Server(Process):
-    """`vllm serve` on a free local port.
-
-    Attributes:
-        name: model name in requests.
-    """
+    """`vllm serve` on a free local port."""
 
     def __init__(
         self, model: Path | str, flags: Sequence[str], log: Path, env: dict[str, str] | None
@@ -191,16 +183,12 @@ class Server(Process):
         port = str(free_port())
         self.url = f"http://127.0.0.1:{port}"
         self.model = model
-        self.name = flag_value(flags, "served-model-name") or str(model)
+        self.name = flag_value(flags, "served-model-name") or str(model)  # in requests
         where = ["--host", "127.0.0.1", "--port", port]
         super().__init__(beside_python("vllm", "serve", str(model), *where, *flags), log, env)
 
     def wait_ready(self, report: Report, seconds: float = 300) -> None:
-        """Returns once /health answers.
-
-        Raises:
-            ProcessDied: the server ended. TimeoutError: it was not ready in time.
-        """
+        """Returns once /health answers; ProcessDied or TimeoutError if it does not."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.poll() is not None:

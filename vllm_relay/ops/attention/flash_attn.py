@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_relay.ops.attention import requirements
+from vllm_relay.ops.attention import providers
 from vllm_relay.ops.attention.providers import PagedContext
 
 _PACKAGE = "flash_attn"
@@ -20,12 +20,12 @@ _PACKAGE = "flash_attn"
 
 def unusable(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why the package cannot take these tensors, or None; its KV blocks are multiples of 256."""
-    return requirements.not_flash(q, k, v, 256) or requirements.missing(_PACKAGE)
+    return providers.not_flash(q, k, v, 256) or providers.missing(_PACKAGE)
 
 
 def system_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """System attention by `flash_attn_with_kvcache`, which splits keys over idle processors."""
-    out, lse = requirements.module(_PACKAGE).flash_attn_with_kvcache(
+    out, lse = providers.module(_PACKAGE).flash_attn_with_kvcache(
         q[None], k[None], v[None], softmax_scale=scale, causal=False, return_softmax_lse=True
     )
     return out[0], _checked(lse[0], q)
@@ -38,7 +38,7 @@ def context_attention(
 
     Else by `flash_attn_varlen_func`, which takes any lengths but does not split keys.
     """
-    package = requirements.module(_PACKAGE)
+    package = providers.module(_PACKAGE)
     rows = context.context_lens.shape[0]
     if q.shape[0] != rows * context.max_query_len:
         varlen = Varlen(lambda: package.flash_attn_varlen_func)
@@ -80,7 +80,7 @@ class Varlen:
 
     def unusable(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         """Why FlashAttention cannot take these tensors, or None."""
-        return requirements.not_flash(q, k, v, self._block_multiple)
+        return providers.not_flash(q, k, v, self._block_multiple)
 
     def system_attention(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float

@@ -4,25 +4,20 @@ A provider is a module (or any object) with the three functions of `Implementati
 that can take the tensors runs; `use` or the environment variables VLLM_RELAY_SYSTEM_PROVIDER and
 VLLM_RELAY_CONTEXT_PROVIDER force one by name.
 
-To add a provider:
-
-1. Write ``ops/attention/NAME.py`` with ``system_attention``, ``context_attention`` and
-   ``unusable``. It may import anything: it is loaded when it is first asked. With
-   ``paged_system_attention``, too, all groups of a level are one call.
-2. Add one line to `_registered` below, at its place in the order of preference.
-3. Add the name to `provider` of ``test_providers_on_a_gpu`` in ``tests/unit/ops``, or call
-   ``check`` of ``test_system.py`` and ``test_context.py`` under ``use``.
+To add one: a module ``ops/attention/NAME.py`` and a line in `_registered` (see CONTRIBUTING.md).
+With ``paged_system_attention``, too, all groups of a level are one call.
 """
 
+import importlib
 import os
 from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
-
-from vllm_relay.ops.attention.requirements import module
 
 OPS = ("system", "context")
 
@@ -154,3 +149,50 @@ def _known(op: str, name: str) -> Provider:
         names = ", ".join(sorted(_registered))
         raise ValueError(f"{op} provider {name!r} is unknown; there are {names}")
     return _registered[name]
+
+
+@cache
+def module(name: str) -> Any:
+    """The module, or a text that says why it cannot be imported."""
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError, RuntimeError) as error:
+        # A package built for another torch fails in many ways.
+        return f"{name} cannot be imported: {error}"
+
+
+def missing(name: str) -> str | None:
+    """None if the module can be imported, which this does; else why not."""
+    found = module(name)
+    return found if isinstance(found, str) else None
+
+
+def old_device(q: Tensor) -> str | None:
+    """None from compute capability 8.0 on; else the reason."""
+    if _capability(q.device.index) < (8, 0):
+        return "needs compute capability 8.0 or more"
+    return None
+
+
+def not_flash(q: Tensor, k: Tensor, v: Tensor, block_multiple: int = 1) -> str | None:
+    """Why FlashAttention cannot take these tensors (FlashAttention 2, csrc/flash_api.cpp).
+
+    Args:
+        block_multiple: tokens that a KV block, if k is paged (4-d), is a multiple of.
+    """
+    if not q.is_cuda:
+        return "needs CUDA tensors"
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"needs float16 or bfloat16, not {q.dtype}"
+    if q.shape[-1] % 8 or q.shape[-1] > 256:
+        return f"needs a head size that is a multiple of 8 up to 256, not {q.shape[-1]}"
+    if any(x.stride(-1) != 1 for x in (q, k, v)):
+        return "needs q, k and v whose channels are adjacent in memory"
+    if k.dim() == 4 and k.shape[1] % block_multiple:
+        return f"needs KV blocks of a multiple of {block_multiple} tokens, not {k.shape[1]}"
+    return old_device(q)
+
+
+@cache
+def _capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)

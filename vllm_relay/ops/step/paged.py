@@ -4,32 +4,19 @@ Nothing here reads a device tensor on the host, and shapes depend on the batch's
 of it can be captured in a CUDA graph.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from vllm_relay.plan import DensePart, Part, Plan
 
-
-class Attend(Protocol):
-    """A variable-length attention with log-sum-exp.
-
-    Writes out [T, Hq, D] and returns LSE [Hq, T] float32; tokens of no sequence may stay unwritten
-    in both. Caches are [num_blocks, block_size, Hkv, D] for a `Part` and [tokens, Hkv, D] for a
-    `DensePart`; q is [T, Hq, D].
-    """
-
-    def __call__(
-        self,
-        part: Part[Tensor] | DensePart[Tensor],
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        out: Tensor,
-        /,
-    ) -> Tensor: ...
+# A variable-length attention with log-sum-exp, of (part, q, k_cache, v_cache, out): writes out
+# [T, Hq, D] and returns LSE [Hq, T] float32; tokens of no sequence may stay unwritten in both.
+# q is [T, Hq, D]; caches are [num_blocks, block_size, Hkv, D] for a `Part` and [tokens, Hkv, D]
+# for a `DensePart`.
+Attend = Callable[[Part[Tensor] | DensePart[Tensor], Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def paged_relay(
