@@ -171,6 +171,7 @@ def _scheduled(plan: Plan[Tensor], layer: LayerShape, splits: int) -> Plan[Tenso
             cu_seqlens_q=part.query_start_loc,
             page_size=layer.block_size,
             causal=part.causal,
+            window_size=(-1, -1),
             num_splits=splits,
         )
         return replace(part, num_splits=splits, scheduler_metadata=made)
