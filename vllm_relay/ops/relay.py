@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from vllm_relay.ops import checks
-from vllm_relay.ops.attention import context_attention, providers, system_attention
+from vllm_relay.ops.attention import providers
+from vllm_relay.ops.attention.op import context_attention, system_attention
 from vllm_relay.ops.attention.providers import PagedContext
-from vllm_relay.ops.fusion import relay_fusion
+from vllm_relay.ops.fusion.op import relay_fusion
 
 # One padded tensor, or one tensor per row.
 Pieces = Tensor | Sequence[Tensor]
@@ -136,9 +137,7 @@ def _attend_level(
             out, lse = attend(flat, shared_k, shared_v, context, scale)
             return out, lse
     parts = [
-        system_attention(
-            flat[j * width : (j + 1) * width], shared_k[j][:n], shared_v[j][:n], scale=scale
-        )
-        for j, n in enumerate(lens)
+        system_attention(q, k[:n], v[:n], scale=scale)
+        for q, k, v, n in zip(flat.tensor_split(groups), shared_k, shared_v, lens, strict=True)
     ]
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts], dim=1)

@@ -109,7 +109,8 @@ class SharedCache:
         if max(own) > capacity:
             row = own.index(max(own))
             raise ValueError(f"k: row {row} would hold {own[row]} of at most {capacity} tokens")
-        rows, tokens = _in_use(used, k.shape[1]).nonzero(as_tuple=True)
+        token = torch.arange(k.shape[1], device=used.device)
+        rows, tokens = (token < used[:, None]).nonzero(as_tuple=True)
         slots = self._lens[rows] + tokens
         self._k[rows, slots] = k[rows, tokens]
         self._v[rows, slots] = v[rows, tokens]
@@ -138,9 +139,8 @@ class SharedCache:
         Returns:
             [B, N, Hq, D] in q's dtype, as `relay_attention`; 0 for queries beyond lens.
         """
-        longest = max(self._own)
-        own = _Level(self._k[:, :longest], self._v[:, :longest], self._lens)
-        return _attend(q, lens, own, self._levels, scale)
+        k, v = (x[:, : max(self._own)] for x in (self._k, self._v))
+        return _attend(q, lens, _Level(k, v, self._lens), self._levels, scale)
 
     def attend_shared(self, q: Tensor, *, scale: float | None = None) -> Tensor:
         """Attention within the level appended last, causal, and to those above: its prefill.
@@ -184,24 +184,19 @@ def _attend(
     checks.query(q, 4, "[B, N, Hq, D]")
     checks.like("q", q, "the cache", own.k)
     rows, n, heads, head_size = q.shape
-    if rows != len(own.k) or heads % own.k.shape[2] or head_size != own.k.shape[3]:
-        raise ValueError(
-            f"q: shape {tuple(q.shape)} does not fit {len(own.k)} rows, {own.k.shape[2]} KV heads "
-            f"of size {own.k.shape[3]}"
-        )
-    ks, vs, all_lens = ([level[i] for level in above] for i in range(3))
-    if lens is None:
-        return relay_attention(q, own.k, own.v, ks, vs, own.lens, all_lens, scale=scale)
-    checks.lengths("lens", lens, rows, "[B]", q.device, n)
-    # Queries are aligned to the end of a row's tokens: its padding has to come first.
+    batch, _, kv_heads, size = own.k.shape
+    if rows != batch or heads % kv_heads or head_size != size:
+        fits = f"{batch} rows, {kv_heads} KV heads of size {size}"
+        raise ValueError(f"q: shape {tuple(q.shape)} does not fit {fits}")
     row = torch.arange(rows, device=q.device)[:, None]
     token = torch.arange(n, device=q.device)
-    q = q[row, (token + lens[:, None]) % max(n, 1)]
+    if lens is not None:
+        checks.lengths("lens", lens, rows, "[B]", q.device, n)
+        # Queries are aligned to the end of a row's tokens: its padding has to come first.
+        q = q[row, (token + lens[:, None]) % max(n, 1)]
+    ks, vs, all_lens = ([level[i] for level in above] for i in range(3))
     out = relay_attention(q, own.k, own.v, ks, vs, own.lens, all_lens, scale=scale)
+    if lens is None:
+        return out
     out = out[row, (token - lens[:, None]) % max(n, 1)]
-    return out.masked_fill_(~_in_use(lens, n)[:, :, None, None], 0)
-
-
-def _in_use(lens: Tensor, n: int) -> Tensor:
-    """[rows, n] bool, true for the first lens[row]."""
-    return torch.arange(n, device=lens.device) < lens[:, None]
+    return out.masked_fill_((token >= lens[:, None])[:, :, None, None], 0)

@@ -87,10 +87,10 @@ class Varlen:
     ) -> tuple[Tensor, Tensor]:
         """Arguments as `vllm_relay.ops.system_attention`, checked there."""
         tokens, keys = q.shape[0], k.shape[0]
-        out, lse = self._call(
-            q=q,
-            k=k,
-            v=v,
+        return self._call(
+            q,
+            k,
+            v,
             cu_seqlens_q=_ends(tokens, q.device),
             cu_seqlens_k=_ends(keys, q.device),
             max_seqlen_q=tokens,
@@ -98,7 +98,6 @@ class Varlen:
             softmax_scale=scale,
             causal=False,
         )
-        return out, _checked(lse, q)
 
     def context_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: PagedContext, scale: float
@@ -114,9 +113,9 @@ class Varlen:
             sums = torch.cumsum(lens, 0, dtype=torch.int32)
             lengths = {"cu_seqlens_k": torch.nn.functional.pad(sums, (1, 0))}
         out, lse = self._call(
-            q=q,
-            k=k_cache,
-            v=v_cache,
+            q,
+            k_cache,
+            v_cache,
             cu_seqlens_q=context.query_start_loc.int().contiguous(),
             max_seqlen_q=most,
             max_seqlen_k=context.max_context_len,
@@ -125,15 +124,15 @@ class Varlen:
             block_table=context.block_table.int().contiguous(),
             **lengths,
         )
-        return out, _negative(_checked(lse, q))
+        return out, _negative(lse)
 
-    def _call(self, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def _call(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         fn, names = self._fn
         # vLLM's has both names, and means a debugging aid by the second.
         for flag in ("return_softmax_lse", "return_attn_probs"):
             if flag in names:
-                out, lse, *_ = fn(**kwargs, **{flag: True})
-                return out, lse
+                out, lse, *_ = fn(q=q, k=k, v=v, **options, **{flag: True})
+                return out, _checked(lse, q)
         raise ValueError(f"{fn} cannot return the LSE")
 
 
