@@ -94,11 +94,9 @@ _forced: dict[str, str | None] = dict.fromkeys(OPS)
 
 
 def register(name: str, implementation: object, devices: Collection[str] = ()) -> None:
-    """Add a provider before all others, or replace the one of that name.
+    """Add an `Implementation` before all others, or replace the one of that name.
 
-    Args:
-        implementation: an `Implementation`.
-        devices: types of devices ("cuda") where it is chosen by itself; empty: only when forced.
+    devices: types of devices ("cuda") where it is chosen by itself; empty: only when forced.
     """
     others = {key: other for key, other in _registered.items() if key != name}
     _registered.clear()
@@ -127,8 +125,7 @@ def use(op: str, name: str | None) -> ExitStack:
 def choose(op: str, q: Tensor, k: Tensor, v: Tensor) -> Provider:
     """The provider of "system" or "context" for these tensors.
 
-    Raises:
-        ValueError: the forced provider is unknown or cannot take them; names it and says why.
+    Raises ValueError if the forced one is unknown or cannot take them; names it and says why.
     """
     name = _forced[op] or os.environ.get(f"VLLM_RELAY_{op.upper()}_PROVIDER")
     if name:
@@ -177,8 +174,7 @@ def old_device(q: Tensor) -> str | None:
 def not_flash(q: Tensor, k: Tensor, v: Tensor, block_multiple: int = 1) -> str | None:
     """Why FlashAttention cannot take these tensors (FlashAttention 2, csrc/flash_api.cpp).
 
-    Args:
-        block_multiple: tokens that a KV block, if k is paged (4-d), is a multiple of.
+    block_multiple: tokens that a KV block, if k is paged (4-d), is a multiple of.
     """
     if not q.is_cuda:
         return "needs CUDA tensors"

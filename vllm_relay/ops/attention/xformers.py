@@ -45,10 +45,8 @@ def context_attention(
     """Arguments as `vllm_relay.ops.context_attention`, checked there; reads the lengths (a sync).
 
     What lies in a request's last block beyond its context must be finite: xformers does not say
-    that it is kept out.
-
-    Raises:
-        ValueError: requests differ in queries, have more than 16, or more queries than context.
+    that it is kept out. ValueError if requests differ in queries, have more than 16, or more
+    queries than context.
     """
     fmha = providers.module(_FMHA)
     rows, columns = context.block_table.shape

@@ -163,17 +163,12 @@ def merge_into(
     """Merge partials that lie in orders of their own into one that is in the batch's order.
 
     Args:
-        out: [T, H, D], the partial in the batch's order; the result is written over it.
+        out: [T, H, D], the partial in the batch's order; the result is written over it and
+            returned. A token that is in none of ``outs`` keeps its bits.
         lse: [H, T] float32, its LSE.
         outs, lses: n >= 1 further partials, as in `vllm_relay.ops.relay_fusion`.
         index: [n, T] int32, last dim dense: token t is token index[i, t] of outs[i]; negative:
             outs[i] has nothing for it. Values are not checked, which would be a device sync.
-
-    Returns:
-        out. A token that is in none of ``outs`` keeps its bits.
-
-    Raises:
-        ValueError: a shape, dtype or device does not fit; the message names the argument.
     """
     checks.partials([out, *outs], [lse, *lses])
     if not outs:

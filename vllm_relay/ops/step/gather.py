@@ -46,9 +46,6 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
 
     Returns:
         [n, T, H, D]; places of no token are not written.
-
-    Raises:
-        ValueError: a shape, dtype or device does not fit; the message names the argument.
     """
     checks.rank("x", x, 3, "[T, H, D]")
     checks.places(index, index.shape[0], x)

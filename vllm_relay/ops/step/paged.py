@@ -37,17 +37,12 @@ def paged_relay(
 
     Args:
         q: [T, Hq, D], tokens of padding included.
-        k_cache, v_cache: [num_blocks, block_size, Hkv, D], as ``attend`` takes them.
+        k_cache, v_cache: [num_blocks, block_size, Hkv, D], as ``attend`` takes them; blocks are
+            consecutive in memory if there is a dense group (else RuntimeError).
         plan: from `DevicePlan.update`.
         attend: computes each part.
-        out: [T, Hq, D], bf16, fp16 or fp32; written in place.
+        out: [T, Hq, D], bf16, fp16 or fp32; written in place and returned.
         side: a stream for system attention, beside context attention; nothing else may use it.
-
-    Returns:
-        out.
-
-    Raises:
-        RuntimeError: a dense group in caches whose blocks are not consecutive in memory.
     """
     # Imported here: triton is absent or useless where there is no GPU.
     from vllm_relay.ops.fusion.triton import merge_into
