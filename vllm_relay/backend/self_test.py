@@ -30,12 +30,7 @@ REQUESTS = (("a", 5, 37), ("b", 3, 1), ("a", 5, 80), ("", 0, 50), ("a", 5, 1), (
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """Parameters of a layer's kernels; names as in vLLM's FlashAttentionImpl and builder.
-
-    Attributes:
-        max_seq_len: upper bound of lengths that calls are given. max_num_splits: as in full CUDA
-            graphs; 0: FlashAttention's choice. dense: one group may be attended as dense KV.
-    """
+    """Parameters of a layer's kernels; names as in vLLM's FlashAttentionImpl and builder."""
 
     num_heads: int
     num_kv_heads: int
@@ -44,16 +39,15 @@ class LayerShape:
     dtype: torch.dtype
     fa_version: int
     softcap: float = 0.0
-    max_seq_len: int = 0
-    max_num_splits: int = 0
-    dense: bool = False
+    max_seq_len: int = 0  # upper bound of lengths that calls are given
+    max_num_splits: int = 0  # as in full CUDA graphs; 0: FlashAttention's choice
+    dense: bool = False  # one group may be attended as dense KV
 
 
 def refusal(impl: Any, device: torch.device, **engine: Any) -> str | None:
     """Why a layer, vLLM's FlashAttentionImpl, is not to be relayed: its kernels fail; or None.
 
-    Args:
-        engine: the fields of `LayerShape` that the layer does not know.
+    engine: the fields of `LayerShape` that the layer does not know.
     """
     layer = LayerShape(
         num_heads=impl.num_heads,
