@@ -16,8 +16,7 @@ from vllm_relay.serving.systems import REFERENCE, SYSTEMS
 # the worst one. Rounding in bf16 gives 0.01 to 0.05, KV of another prompt more than 1.
 AGREEMENT = 0.1
 AGREEMENT_OF_ONE = 0.5
-# Tokens of each answer that servers are compared by.
-CHECKED_TOKENS = 16
+CHECKED_TOKENS = 16  # of each answer
 # Per token: the token, its log-probability (nats), its lead over the second best (nats).
 Answer = list[tuple[Any, float, float]]
 
@@ -33,13 +32,10 @@ class Distance:
     Root mean square of log-probability differences up to the token where two answers part. That
     token counts with half the sum of both leads, the least by which the systems differ: a tie
     counts next to nothing, an answer that parts at once counts fully.
-
-    Attributes:
-        rms: over all answers. worst: of the answer that is farthest off.
     """
 
-    rms: float
-    worst: float
+    rms: float  # over all answers
+    worst: float  # of the answer that is farthest off
 
     @property
     def agrees(self) -> bool:

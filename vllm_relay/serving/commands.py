@@ -52,10 +52,7 @@ def build_system_kv(
     env: dict[str, str] | None = None,
     report: Report = lambda doing: None,
 ) -> Path:
-    """Runs `vllm-relay build` with these options; returns ``output``, a file or a folder.
-
-    The log is ``system-kv-build.log`` beside the file or in the folder.
-    """
+    """Runs `vllm-relay build` with these options; returns ``output``, a file or a folder."""
     command = beside_python("vllm-relay", "build", "--model", str(model), "-o", str(output))
 
     def progress(text: str) -> str:

@@ -26,20 +26,14 @@ EVERYTHING_AT_ONCE = math.inf
 
 @dataclass(frozen=True)
 class Load:
-    """Requests of one run of the client.
+    """Requests of one run of the client."""
 
-    Attributes:
-        rate: requests per second, Poisson; `EVERYTHING_AT_ONCE` sends all at the start.
-        requests: number of requests. tokens: output tokens of each.
-        dataset: options of ``vllm bench serve`` that choose the prompts.
-        prompts: rendered prompts, one per request, instead of a dataset.
-    """
-
-    rate: float
+    rate: float  # requests per second, Poisson; `EVERYTHING_AT_ONCE` sends all at the start
     requests: int
-    tokens: int
+    tokens: int  # output tokens of each request
+    # Options of ``vllm bench serve`` that choose the prompts.
     dataset: dict[str, Any] = field(default_factory=dict)
-    prompts: Sequence[str] = ()
+    prompts: Sequence[str] = ()  # rendered, one per request, instead of a dataset
 
     def options(self, folder: Path) -> dict[str, Any]:
         """Options of ``vllm bench serve``; prompts are written to a file in the folder."""
@@ -139,9 +133,7 @@ def compare(
 
     Returns:
         A row per load, round and system; ``server_steps_relayed`` is of a server's whole life.
-
-    Raises:
-        WrongAnswers: a system's greedy answers are too far from the baseline's.
+        No row but WrongAnswers if greedy answers are too far from the baseline's.
     """
     rows: list[dict[str, Any]] = []
     servers: dict[str, Server] = {}

@@ -23,7 +23,7 @@ def summary(rows: Sequence[Row]) -> list[Row]:
     """Per rate and system: medians over rounds, and ratios to vLLM in the same round."""
     gains = []
     for rate in dict.fromkeys(row["rate"] for row in rows):
-        at_rate = sorted((x for x in rows if x["rate"] == rate), key=lambda row: row["round"])
+        at_rate = [row for row in rows if row["rate"] == rate]
         baseline = {row["round"]: row for row in at_rate if row["system"] == REFERENCE}
         for key in SYSTEMS:
             found = [row for row in at_rate if row["system"] == key]

@@ -22,8 +22,7 @@ Report = Callable[[str], None]
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_COLOR": "0"}
 # Seconds to end after SIGINT and after SIGTERM. vLLM drains its engine for up to 10 s.
 GRACE = (20.0, 10.0)
-# Ports given to servers that may not listen yet.
-_given: set[int] = set()
+_given: set[int] = set()  # ports of servers that may not listen yet
 
 
 def free_port() -> int:
@@ -60,8 +59,7 @@ class ProcessDied(RuntimeError):
 def kept_logs(prefix: str, hints: Mapping[str, str] | None = None) -> Iterator[Path]:
     """Temporary folder for logs, kept if the body fails; the error names it and the reason.
 
-    Args:
-        prefix: start of the folder's name. hints: text in a dead child's log -> reason to report.
+    hints: text in a dead child's log -> reason to report.
     """
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     with ExitStack() as stack:
