@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness import result_csv
 from benchmarks.harness.environment import ROOT
-from benchmarks.harness.result_csv import GENERATED
-from vllm_relay.serving.provenance import first_line, provenance, version
+from vllm_relay.serving.provenance import version
 
 PASS, FAIL = "pass", "FAIL"
 # Characters of an exception kept in a row.
@@ -41,10 +41,10 @@ def source() -> dict[str, str]:
     gpu = torch.cuda.is_available()
     capability = torch.cuda.get_device_capability() if gpu else ()
     driver = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return provenance(ROOT, GENERATED) | {
+    return result_csv.source() | {
         "device": torch.cuda.get_device_name() if gpu else "none",
         "capability": ".".join(map(str, capability)) or "none",
-        "driver": (first_line(*driver) if gpu else "") or "none",
+        "driver": (result_csv.first_line(*driver) if gpu else "") or "none",
         "cuda": torch.version.cuda or "none",
         "triton": version("triton"),
         "flashinfer": version("flashinfer-python"),

@@ -1,6 +1,10 @@
 """Result CSVs: written with provenance, never overwritten, read with types."""
 
 import csv
+import os
+import shlex
+import subprocess
+import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -18,9 +22,33 @@ TEXT = ("date", "revision", "command", "vllm", "torch", "vllm_relay", "python")
 GENERATED = ("benchmarks/REPORT.md", "benchmarks/results")
 
 
+def first_line(*command: str) -> str:
+    """First line that a command prints, or "" if it fails or does not exist."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip().partition("\n")[0] if done.returncode == 0 else ""
+
+
+def revision() -> str:
+    """Short git revision, with ``-dirty`` if tracked files other than `GENERATED` changed.
+
+    Copies without history give ``VLLM_RELAY_REVISION`` or "none".
+    """
+    git = ("git", "-C", str(ROOT))
+    found = first_line(*git, "rev-parse", "--short", "HEAD")
+    exclude = [f":!{path}" for path in GENERATED]
+    changed = found and first_line(*git, "diff", "--name-only", "HEAD", "--", ".", *exclude)
+    return (found or os.environ.get("VLLM_RELAY_REVISION", "none")) + ("-dirty" if changed else "")
+
+
 def source() -> dict[str, str]:
-    """Provenance columns of this run, see `provenance`."""
-    return provenance(ROOT, GENERATED)
+    """Provenance columns of this run: those of `provenance`, the revision and the command."""
+    script = Path(sys.argv[0]).resolve()
+    shown = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
+    command = shlex.join(["python", str(shown), *sys.argv[1:]])
+    return provenance() | {"revision": revision(), "command": command}
 
 
 def read(path: Path, text: Sequence[str] = TEXT) -> list[Row]:

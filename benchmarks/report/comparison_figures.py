@@ -120,7 +120,8 @@ def serving(rows: list[Row], path: Path) -> str:
         axes.set_xticks(sorted({row["rate"] for row in swept}))
         axes.axhline(row["bound_s"], color="0.8", linewidth=0.8, zorder=0)
     finish(figure, axes, path, log=bool(swept))
-    text = table(gains.HEADINGS, map(gains.cells, gains.summary(rows)))
+    cells = [gains.cells(gain) for gain in gains.summary(rows)]
+    text = table(list(cells[0]), [list(line.values()) for line in cells])
     text += (
         f"\n{gains.legend(rows)} Systems that miss the bound twofold are skipped at higher rates.\n"
     )

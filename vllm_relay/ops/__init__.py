@@ -4,8 +4,9 @@ Needs torch only. Importing this package loads neither vLLM nor Triton, so it ca
 and used alone. Every op checks its arguments, then picks who computes it by device.
 """
 
-from vllm_relay.ops.attention import context_attention, providers, system_attention
-from vllm_relay.ops.fusion import relay_fusion
+from vllm_relay.ops.attention import providers
+from vllm_relay.ops.attention.op import context_attention, system_attention
+from vllm_relay.ops.fusion.op import relay_fusion
 from vllm_relay.ops.relay import relay_attention
 from vllm_relay.ops.shared_cache import SharedCache
 

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-
 
 def rank(name: str, x: Tensor, dims: int, layout: str) -> None:
     """`x` is a tensor with `dims` dimensions; `layout` says which, for the message."""
@@ -28,6 +26,12 @@ def shape(name: str, x: Tensor, want: tuple[int, ...], layout: str) -> None:
         raise ValueError(f"{name}: expected {layout} = {want}, got shape {tuple(x.shape)}")
 
 
+def floats(name: str, dtype: torch.dtype) -> None:
+    """`dtype` is one that the ops compute with."""
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"{name}: expected bfloat16, float16 or float32, got {dtype}")
+
+
 def like(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
     """`x` has the dtype and the device of `other`."""
     if x.dtype != other.dtype:
@@ -39,8 +43,7 @@ def like(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
 def query(q: Tensor, dims: int, layout: str) -> None:
     """`q` is a bf16, fp16 or fp32 tensor with at least one head and one channel."""
     rank("q", q, dims, layout)
-    if q.dtype not in FLOATS:
-        raise ValueError(f"q: expected bfloat16, float16 or float32, got {q.dtype}")
+    floats("q", q.dtype)
     if q.shape[-2] == 0 or q.shape[-1] == 0:
         raise ValueError(f"q: no heads or no channels in shape {tuple(q.shape)}")
 
@@ -49,20 +52,18 @@ def key_value(
     q: Tensor, k: Tensor, v: Tensor, dims: int, layout: str, names: tuple[str, str] = ("k", "v")
 ) -> None:
     """`k` and `v` are alike, share q's dtype, device and head size, and divide its heads."""
-    k_name, v_name = names
-    rank(k_name, k, dims, layout)
-    like(k_name, k, "q", q)
-    if k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"{k_name}: head size {k.shape[-1]} differs from q's {q.shape[-1]}")
-    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
-        raise ValueError(
-            f"{k_name}: {k.shape[-2]} heads do not divide the {q.shape[-2]} query heads"
-        )
-    rank(v_name, v, dims, layout)
-    like(v_name, v, "q", q)
+    for name, x in zip(names, (k, v), strict=True):
+        rank(name, x, dims, layout)
+        like(name, x, "q", q)
+    name = names[0]
+    heads, head_size = k.shape[-2:]
+    if head_size != q.shape[-1]:
+        raise ValueError(f"{name}: head size {head_size} differs from q's {q.shape[-1]}")
+    if heads == 0 or q.shape[-2] % heads:
+        raise ValueError(f"{name}: {heads} heads do not divide the {q.shape[-2]} query heads")
     if v.shape != k.shape:
         raise ValueError(
-            f"{v_name}: shape {tuple(v.shape)} differs from {k_name}'s {tuple(k.shape)}"
+            f"{names[1]}: shape {tuple(v.shape)} differs from {name}'s {tuple(k.shape)}"
         )
 
 
@@ -86,13 +87,25 @@ def integers(
         raise ValueError(f"{name}: device {x.device} differs from q's {device}")
 
 
-def lengths(name: str, x: Tensor, most: int) -> list[int]:
-    """The values of `x`, all within 0..most. Reads the data: a sync on CUDA."""
+def lengths(
+    name: str, x: Tensor, rows: int, layout: str, device: torch.device, most: int
+) -> list[int]:
+    """The values of `x`, `rows` integers within 0..most. Reads the data: a sync on CUDA."""
+    integers(name, x, (rows,), layout, device)
     values: list[int] = x.tolist()
     for row, value in enumerate(values):
         if not 0 <= value <= most:
             raise ValueError(f"{name}: {value} in row {row} is outside 0..{most}")
     return values
+
+
+def level_rows(name: str, rows: int, batch: int, coarser: int) -> None:
+    """A level of `rows` pieces fits between the batch and a level of `coarser` pieces."""
+    if rows < 1 or batch % rows or rows % coarser:
+        raise ValueError(
+            f"{name}: {rows} rows must divide the batch of {batch} and be a multiple of the "
+            f"coarser level's {coarser}"
+        )
 
 
 def partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
@@ -103,17 +116,21 @@ def partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
         raise ValueError(f"lses: expected one per partial ({len(outs)}), got {len(lses)}")
     first = outs[0]
     rank("outs[0]", first, 3, "[T, H, D]")
-    if first.dtype not in FLOATS:
-        raise ValueError(f"outs[0]: expected bfloat16, float16 or float32, got {first.dtype}")
-    tokens, heads, _ = first.shape
+    floats("outs[0]", first.dtype)
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        if i:
-            shape(f"outs[{i}]", out, tuple(first.shape), "[T, H, D]")
-            like(f"outs[{i}]", out, "outs[0]", first)
-        shape(f"lses[{i}]", lse, (heads, tokens), "[H, T]")
+        shape(f"outs[{i}]", out, tuple(first.shape), "[T, H, D]")
+        like(f"outs[{i}]", out, "outs[0]", first)
+        shape(f"lses[{i}]", lse, (first.shape[1], first.shape[0]), "[H, T]")
         if lse.dtype != torch.float32:
             raise ValueError(f"lses[{i}]: expected float32, got {lse.dtype}")
         if lse.device != first.device:
             raise ValueError(
                 f"lses[{i}]: device {lse.device} differs from outs[0]'s {first.device}"
             )
+
+
+def places(index: Tensor, n: int, x: Tensor) -> None:
+    """`index` is int32 [n, T] with a dense last dim, beside x [T, H, D]. Values are not read."""
+    shape("index", index, (n, x.shape[0]), "[n, T]")
+    if index.dtype != torch.int32 or index.device != x.device or index.stride(-1) != 1:
+        raise ValueError(f"index: expected int32 on {x.device} with a dense last dim")

@@ -11,13 +11,10 @@ import torch
 from torch import Tensor
 
 from vllm_relay.ops import checks
-from vllm_relay.ops.attention import context_attention, providers, system_attention
+from vllm_relay.ops.attention import providers
+from vllm_relay.ops.attention.op import context_attention, system_attention
 from vllm_relay.ops.attention.providers import PagedContext
-from vllm_relay.ops.fusion import relay_fusion
-
-_KV = "[B, L, Hkv, D]"
-_SHARED = "[B_i, S_i, Hkv, D]"
-_EXACT = "[S_j, Hkv, D]"
+from vllm_relay.ops.fusion.op import relay_fusion
 
 # One padded tensor, or one tensor per row.
 Pieces = Tensor | Sequence[Tensor]
@@ -58,7 +55,7 @@ def relay_attention(
         ValueError: a shape, dtype, device or length does not fit; the message names the argument.
     """
     checks.query(q, 4, "[B, Nq, Hq, D]")
-    checks.key_value(q, k, v, 4, _KV)
+    checks.key_value(q, k, v, 4, "[B, L, Hkv, D]")
     batch, queries, q_heads, head_size = q.shape
     if k.shape[0] != batch:
         raise ValueError(f"k: batch of {k.shape[0]} differs from q's {batch}")
@@ -66,27 +63,56 @@ def relay_attention(
     own = k.shape[1]
     if seq_lens is None:
         seq_lens = torch.full((batch,), own, dtype=torch.int32, device=q.device)
-    checks.integers("seq_lens", seq_lens, (batch,), "[B]", q.device)
-    checks.lengths("seq_lens", seq_lens, own)
-    levels = _levels(q, k, shared_ks, shared_vs, shared_seq_lens)
+    checks.lengths("seq_lens", seq_lens, batch, "[B]", q.device, own)
+    all_lens = [None] * len(shared_ks) if shared_seq_lens is None else shared_seq_lens
+    for name, given in (("shared_vs", shared_vs), ("shared_seq_lens", all_lens)):
+        if len(given) != len(shared_ks):
+            raise ValueError(f"{name}: {len(given)} levels, but shared_ks has {len(shared_ks)}")
+    levels: list[tuple[Pieces, Pieces, list[int]]] = []
+    for i, (shared_k, shared_v, lens) in enumerate(
+        zip(shared_ks, shared_vs, all_lens, strict=True)
+    ):
+        coarser = len(levels[-1][2]) if levels else 1
+        used = _tokens(q, k.shape[2], i, coarser, shared_k, shared_v, lens)
+        levels.append((shared_k, shared_v, used))
 
     flat = q.reshape(batch * queries, q_heads, head_size)
-    outs, lses = [], []
-    for shared_k, shared_v, lens in levels:
-        out, lse = _attend_level(flat, shared_k, shared_v, lens, scale)
-        outs.append(out)
-        lses.append(lse)
+    partials = [_attend_level(flat, *level, scale) for level in levels]
     if own:
         # Each row's own tokens are a cache of one block per row.
         rows = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
-        out, lse = context_attention(
-            flat, k, v, rows[:batch, None], seq_lens, rows * queries, scale=scale
+        partials.append(
+            context_attention(flat, k, v, rows[:batch, None], seq_lens, rows * queries, scale=scale)
         )
-        outs.append(out)
-        lses.append(lse)
-    if not outs:
+    if not partials:
         return q.new_zeros(q.shape)
+    outs, lses = zip(*partials, strict=True)
     return relay_fusion(outs, lses).view(q.shape)
+
+
+def _tokens(
+    q: Tensor, kv_heads: int, i: int, coarser: int, k: Any, v: Any, lens: Tensor | None
+) -> list[int]:
+    """Tokens in use of each piece of level i, once it fits below a level of `coarser` pieces."""
+    k_name, v_name, name = f"shared_ks[{i}]", f"shared_vs[{i}]", f"shared_seq_lens[{i}]"
+    exact = isinstance(k, list | tuple)
+    layout = "[S_j, Hkv, D]" if exact else "[B_i, S_i, Hkv, D]"
+    pieces = [("", k, v)]
+    if exact:
+        if not isinstance(v, list | tuple) or len(v) != len(k):
+            raise ValueError(f"{v_name}: expected {len(k)} tensors {layout}")
+        pieces = [(f"[{j}]", *pair) for j, pair in enumerate(zip(k, v, strict=True))]
+    for j, piece_k, piece_v in pieces:
+        names = k_name + j, v_name + j
+        checks.key_value(q, piece_k, piece_v, 3 if exact else 4, layout, names)
+        if piece_k.shape[-2] != kv_heads:
+            raise ValueError(f"{names[0]}: {piece_k.shape[-2]} KV heads differ from k's {kv_heads}")
+    checks.level_rows(k_name, len(k), len(q), coarser)
+    if lens is None:
+        return [len(piece) for piece in k] if exact else [k.shape[1]] * len(k)
+    if exact:
+        raise ValueError(f"{name}: expected None, the pieces of a list are used whole")
+    return checks.lengths(name, lens, len(k), "[B_i]", q.device, k.shape[1])
 
 
 def _attend_level(
@@ -111,69 +137,7 @@ def _attend_level(
             out, lse = attend(flat, shared_k, shared_v, context, scale)
             return out, lse
     parts = [
-        system_attention(
-            flat[j * width : (j + 1) * width], shared_k[j][:n], shared_v[j][:n], scale=scale
-        )
-        for j, n in enumerate(lens)
+        system_attention(q, k[:n], v[:n], scale=scale)
+        for q, k, v, n in zip(flat.tensor_split(groups), shared_k, shared_v, lens, strict=True)
     ]
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts], dim=1)
-
-
-def _levels(
-    q: Tensor,
-    k: Tensor,
-    shared_ks: Sequence[Pieces],
-    shared_vs: Sequence[Pieces],
-    shared_seq_lens: Sequence[Tensor | None] | None,
-) -> list[tuple[Pieces, Pieces, list[int]]]:
-    """The checked levels as (k, v, tokens in use per row)."""
-    if len(shared_vs) != len(shared_ks):
-        raise ValueError(f"shared_vs: {len(shared_vs)} levels, but shared_ks has {len(shared_ks)}")
-    all_lens = [None] * len(shared_ks) if shared_seq_lens is None else shared_seq_lens
-    if len(all_lens) != len(shared_ks):
-        raise ValueError(
-            f"shared_seq_lens: {len(all_lens)} levels, but shared_ks has {len(shared_ks)}"
-        )
-    levels = []
-    coarser = 1
-    for i, (shared_k, shared_v, lens) in enumerate(
-        zip(shared_ks, shared_vs, all_lens, strict=True)
-    ):
-        used = _sizes(q, k.shape[2], i, shared_k, shared_v)
-        rows = len(used)
-        if rows == 0 or q.shape[0] % rows or rows % coarser:
-            raise ValueError(
-                f"shared_ks[{i}]: {rows} rows must divide the batch of {q.shape[0]} and be a "
-                f"multiple of the coarser level's {coarser}"
-            )
-        coarser = rows
-        if lens is not None:
-            name = f"shared_seq_lens[{i}]"
-            if not isinstance(shared_k, Tensor):
-                raise ValueError(f"{name}: expected None, the pieces of a list are used whole")
-            checks.integers(name, lens, (rows,), "[B_i]", q.device)
-            used = checks.lengths(name, lens, shared_k.shape[1])
-        levels.append((shared_k, shared_v, used))
-    return levels
-
-
-def _sizes(q: Tensor, kv_heads: int, i: int, shared_k: Any, shared_v: Any) -> list[int]:
-    """Tokens of each piece of level i, once the level is known to fit."""
-    if not isinstance(shared_k, list | tuple):
-        _key_value(q, kv_heads, shared_k, shared_v, 4, _SHARED, f"[{i}]")
-        rows, most = shared_k.shape[:2]
-        return [most] * rows
-    if not isinstance(shared_v, list | tuple) or len(shared_v) != len(shared_k):
-        raise ValueError(f"shared_vs[{i}]: expected {len(shared_k)} tensors {_EXACT}")
-    for j, (piece_k, piece_v) in enumerate(zip(shared_k, shared_v, strict=True)):
-        _key_value(q, kv_heads, piece_k, piece_v, 3, _EXACT, f"[{i}][{j}]")
-    return [piece.shape[0] for piece in shared_k]
-
-
-def _key_value(
-    q: Tensor, kv_heads: int, k: Tensor, v: Tensor, dims: int, layout: str, index: str
-) -> None:
-    name = f"shared_ks{index}"
-    checks.key_value(q, k, v, dims, layout, (name, f"shared_vs{index}"))
-    if k.shape[-2] != kv_heads:
-        raise ValueError(f"{name}: {k.shape[-2]} KV heads differ from k's {kv_heads}")

@@ -13,8 +13,6 @@ from torch import Tensor
 from vllm_relay.ops import checks
 from vllm_relay.ops.relay import relay_attention
 
-_KV = "[rows, n, Hkv, D]"
-
 
 class _Level(NamedTuple):
     k: Tensor
@@ -26,7 +24,8 @@ class SharedCache:
     """One layer's KV of a batch: what a row sees is its piece of every level, then its own tokens.
 
     Own tokens are written in place into buffers allocated here; a level is allocated when it is
-    appended. A call that raises leaves the cache as it was.
+    appended. Every method raises a ValueError that names the argument that does not fit, and then
+    leaves the cache as it was.
 
     Args:
         batch: B, rows that decode together.
@@ -34,9 +33,6 @@ class SharedCache:
         kv_heads, head_size: Hkv, D.
         dtype: of K, V and queries: bf16, fp16 or fp32.
         device: of the same.
-
-    Raises:
-        ValueError: a size below 1 or another dtype; the message names the argument.
     """
 
     def __init__(
@@ -53,8 +49,7 @@ class SharedCache:
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name}: expected at least 1, got {size}")
-        if dtype not in checks.FLOATS:
-            raise ValueError(f"dtype: expected bfloat16, float16 or float32, got {dtype}")
+        checks.floats("dtype", dtype)
         self._k = torch.zeros(batch, capacity, kv_heads, head_size, dtype=dtype, device=device)
         self._v = torch.zeros_like(self._k)
         # The same lengths on both sides: the check for capacity must not wait for the device.
@@ -71,9 +66,6 @@ class SharedCache:
         """[rows] int32, tokens that each row sees: the position of its next one.
 
         rows: of a level to be appended; the batch, with its own tokens, where None.
-
-        Raises:
-            ValueError: rows does not divide the batch or is no multiple of the last level's.
         """
         if rows is None:
             total = self._lens.clone()
@@ -88,14 +80,13 @@ class SharedCache:
     def append_shared(self, k: Tensor, v: Tensor, lens: Tensor | None = None) -> None:
         """Add a level below those there are: piece j serves rows j * B / B_i ... of the batch.
 
+        No row may have own tokens: they were computed without the level.
+
         Args:
             k, v: [B_i, S_i, Hkv, D], copied; B_i divides B and is a multiple of the last level's.
             lens: [B_i] int32, tokens in use; S_i where None. The rest may hold anything.
-
-        Raises:
-            ValueError: an argument does not fit, or rows have own tokens (computed without it).
         """
-        used = self._check(k, v, lens)
+        used = self._checked_lens(k, v, lens)
         self._check_rows("k", len(k))
         if any(self._own):
             raise ValueError("k: rows already have tokens of their own; wipe() them first")
@@ -103,16 +94,13 @@ class SharedCache:
 
     @torch.no_grad()
     def extend(self, k: Tensor, v: Tensor, lens: Tensor | None = None) -> None:
-        """Add tokens to the rows' own.
+        """Add tokens to the rows' own, up to the capacity.
 
         Args:
             k, v: [B, n, Hkv, D].
             lens: [B] int32, how many of the n each row takes; all where None.
-
-        Raises:
-            ValueError: an argument does not fit, or a row would hold more than the capacity.
         """
-        used = self._check(k, v, lens)
+        used = self._checked_lens(k, v, lens)
         batch, capacity = self._k.shape[:2]
         if len(k) != batch:
             raise ValueError(f"k: {len(k)} rows, but the cache has {batch}")
@@ -121,7 +109,8 @@ class SharedCache:
         if max(own) > capacity:
             row = own.index(max(own))
             raise ValueError(f"k: row {row} would hold {own[row]} of at most {capacity} tokens")
-        rows, tokens = _in_use(used, k.shape[1]).nonzero(as_tuple=True)
+        token = torch.arange(k.shape[1], device=used.device)
+        rows, tokens = (token < used[:, None]).nonzero(as_tuple=True)
         slots = self._lens[rows] + tokens
         self._k[rows, slots] = k[rows, tokens]
         self._v[rows, slots] = v[rows, tokens]
@@ -129,11 +118,7 @@ class SharedCache:
         self._own = own
 
     def wipe(self, keep: int | None = None) -> None:
-        """Forget all own tokens, and all shared levels but the first `keep`; None keeps them all.
-
-        Raises:
-            ValueError: keep is negative or more than there are.
-        """
+        """Forget all own tokens and all shared levels but the first `keep` (None: all)."""
         keep = self.levels if keep is None else keep
         if not 0 <= keep <= self.levels:
             raise ValueError(f"keep: expected 0..{self.levels} levels, got {keep}")
@@ -153,16 +138,9 @@ class SharedCache:
 
         Returns:
             [B, N, Hq, D] in q's dtype, as `relay_attention`; 0 for queries beyond lens.
-
-        Raises:
-            ValueError: an argument does not fit.
         """
-        self._check_query(q, "[B, N, Hq, D]")
-        if len(q) != len(self._k):
-            raise ValueError(f"q: {len(q)} rows, but the cache has {len(self._k)}")
-        longest = max(self._own)
-        own = _Level(self._k[:, :longest], self._v[:, :longest], self._lens)
-        return _attend(q, lens, own, self._levels, scale)
+        k, v = (x[:, : max(self._own)] for x in (self._k, self._v))
+        return _attend(q, lens, _Level(k, v, self._lens), self._levels, scale)
 
     def attend_shared(self, q: Tensor, *, scale: float | None = None) -> Tensor:
         """Attention within the level appended last, causal, and to those above: its prefill.
@@ -173,70 +151,52 @@ class SharedCache:
 
         Returns:
             [B_i, S_i, Hq, D] in q's dtype; 0 for padding.
-
-        Raises:
-            ValueError: q does not fit, or there is no level.
         """
-        self._check_query(q, "[B_i, S_i, Hq, D]")
+        checks.rank("q", q, 4, "[B_i, S_i, Hq, D]")
         if not self._levels:
             raise ValueError("q: no shared level to attend to")
         *coarser, last = self._levels
-        if q.shape[:2] != last.k.shape[:2]:
-            want = tuple(last.k.shape[:2])
-            raise ValueError(f"q: expected {want} tokens as in k, got {tuple(q.shape[:2])}")
+        if q.shape[1] != last.k.shape[1]:
+            raise ValueError(f"q: {q.shape[1]} tokens per row, but k has {last.k.shape[1]}")
         return _attend(q, last.lens, last, coarser, scale)
 
-    def _check(self, k: Tensor, v: Tensor, lens: Tensor | None) -> Tensor:
+    def _checked_lens(self, k: Tensor, v: Tensor, lens: Tensor | None) -> Tensor:
         """[rows] int32 tokens in use, a new tensor, once k, v and lens fit."""
-        checks.rank("k", k, 4, _KV)
-        checks.shape("k", k, (*k.shape[:2], *self._k.shape[2:]), _KV)
-        checks.shape("v", v, tuple(k.shape), _KV)
+        layout = "[rows, n, Hkv, D]"
+        checks.rank("k", k, 4, layout)
         for name, x in (("k", k), ("v", v)):
+            checks.shape(name, x, (*k.shape[:2], *self._k.shape[2:]), layout)
             checks.like(name, x, "the cache", self._k)
         if lens is None:
             return self._lens.new_full((k.shape[0],), k.shape[1])
-        checks.integers("lens", lens, (k.shape[0],), "[rows]", self._k.device)
-        checks.lengths("lens", lens, k.shape[1])
+        checks.lengths("lens", lens, len(k), "[rows]", self._k.device, k.shape[1])
         return lens.to(torch.int32, copy=True)
 
-    def _check_query(self, q: Tensor, layout: str) -> None:
-        checks.query(q, 4, layout)
-        checks.like("q", q, "the cache", self._k)
-        kv_heads, head_size = self._k.shape[2:]
-        if q.shape[2] % kv_heads or q.shape[3] != head_size:
-            raise ValueError(
-                f"q: shape {tuple(q.shape)} does not fit {kv_heads} KV heads of size {head_size}"
-            )
-
     def _check_rows(self, name: str, rows: int) -> None:
-        batch = len(self._k)
         coarser = len(self._levels[-1].k) if self._levels else 1
-        if rows < 1 or batch % rows or rows % coarser:
-            raise ValueError(
-                f"{name}: {rows} rows must divide the batch of {batch} and be a multiple of the "
-                f"coarser level's {coarser}"
-            )
+        checks.level_rows(name, rows, len(self._k), coarser)
 
 
 def _attend(
-    q: Tensor, lens: Tensor | None, own: _Level, levels: Sequence[_Level], scale: float | None
+    q: Tensor, lens: Tensor | None, own: _Level, above: Sequence[_Level], scale: float | None
 ) -> Tensor:
-    rows, n = q.shape[:2]
+    """Attention of q to the levels above and, aligned to their end, to the rows' own tokens."""
+    checks.query(q, 4, "[B, N, Hq, D]")
+    checks.like("q", q, "the cache", own.k)
+    rows, n, heads, head_size = q.shape
+    batch, _, kv_heads, size = own.k.shape
+    if rows != batch or heads % kv_heads or head_size != size:
+        fits = f"{batch} rows, {kv_heads} KV heads of size {size}"
+        raise ValueError(f"q: shape {tuple(q.shape)} does not fit {fits}")
     row = torch.arange(rows, device=q.device)[:, None]
     token = torch.arange(n, device=q.device)
     if lens is not None:
-        checks.integers("lens", lens, (rows,), "[B]", q.device)
-        checks.lengths("lens", lens, n)
+        checks.lengths("lens", lens, rows, "[B]", q.device, n)
         # Queries are aligned to the end of a row's tokens: its padding has to come first.
         q = q[row, (token + lens[:, None]) % max(n, 1)]
-    shared_ks, shared_vs, shared_lens = ([level[i] for level in levels] for i in range(3))
-    out = relay_attention(q, own.k, own.v, shared_ks, shared_vs, own.lens, shared_lens, scale=scale)
-    if lens is not None:
-        out = out[row, (token - lens[:, None]) % max(n, 1)]
-        out.masked_fill_(~_in_use(lens, n)[:, :, None, None], 0)
-    return out
-
-
-def _in_use(lens: Tensor, n: int) -> Tensor:
-    """[rows, n] bool, true for the first lens[row]."""
-    return torch.arange(n, device=lens.device) < lens[:, None]
+    ks, vs, all_lens = ([level[i] for level in above] for i in range(3))
+    out = relay_attention(q, own.k, own.v, ks, vs, own.lens, all_lens, scale=scale)
+    if lens is None:
+        return out
+    out = out[row, (token - lens[:, None]) % max(n, 1)]
+    return out.masked_fill_((token >= lens[:, None])[:, :, None, None], 0)

@@ -16,8 +16,7 @@ from vllm_relay.serving.systems import REFERENCE, SYSTEMS
 # the worst one. Rounding in bf16 gives 0.01 to 0.05, KV of another prompt more than 1.
 AGREEMENT = 0.1
 AGREEMENT_OF_ONE = 0.5
-# Tokens of each answer that servers are compared by.
-CHECKED_TOKENS = 16
+CHECKED_TOKENS = 16  # of each answer
 # Per token: the token, its log-probability (nats), its lead over the second best (nats).
 Answer = list[tuple[Any, float, float]]
 
@@ -33,22 +32,18 @@ class Distance:
     Root mean square of log-probability differences up to the token where two answers part. That
     token counts with half the sum of both leads, the least by which the systems differ: a tie
     counts next to nothing, an answer that parts at once counts fully.
-
-    Attributes:
-        rms: over all answers. worst: of the answer that is farthest off.
     """
 
-    rms: float
-    worst: float
+    rms: float  # over all answers
+    worst: float  # of the answer that is farthest off
 
     @property
     def agrees(self) -> bool:
         return self.rms <= AGREEMENT and self.worst <= AGREEMENT_OF_ONE
 
     def __str__(self) -> str:
-        return (
-            f"log-probabilities differ by {self.rms:.3f} (rms), in one answer by {self.worst:.3f}"
-        )
+        each = f"in one answer by {self.worst:.3f}"
+        return f"log-probabilities differ by {self.rms:.3f} (rms), {each}"
 
 
 def distance(ours: Sequence[Answer], theirs: Sequence[Answer]) -> Distance:
@@ -67,11 +62,7 @@ def distance(ours: Sequence[Answer], theirs: Sequence[Answer]) -> Distance:
 
 
 def greedy(server: Server, prompts: Sequence[str]) -> list[Answer]:
-    """Greedy answers to prompts sent all at once.
-
-    Raises:
-        RuntimeError: the server refuses a prompt.
-    """
+    """Greedy answers to prompts sent all at once; RuntimeError if the server refuses one."""
     body = {
         "model": server.name,
         "prompt": list(prompts),
@@ -93,16 +84,13 @@ def greedy(server: Server, prompts: Sequence[str]) -> list[Answer]:
     except urllib.error.HTTPError as error:
         detail = error.read().decode(errors="replace")[:500]
         raise RuntimeError(f"the server refuses a prompt ({error.code}): {detail}") from error
-    return [
-        [
-            (token, logprob, logprob - max(x for key, x in top.items() if key != token))
-            for token, logprob, top in zip(
-                *(choice["logprobs"][x] for x in ("tokens", "token_logprobs", "top_logprobs")),
-                strict=True,
-            )
-        ]
-        for choice in choices
-    ]
+    answers = []
+    for found in (choice["logprobs"] for choice in choices):
+        steps = zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True)
+        answers.append(
+            [(token, x, x - max(top[y] for y in top if y != token)) for token, x, top in steps]
+        )
+    return answers
 
 
 def check(
@@ -110,21 +98,16 @@ def check(
 ) -> dict[str, Distance]:
     """Distance of each system's greedy answers from the baseline's; also warms the servers up.
 
-    The prompts are sent all at once, so that sharing is as under load.
-
-    Raises:
-        WrongAnswers: an answer is too far off.
+    Raises WrongAnswers if one is too far off. All prompts at once: sharing is as under load.
     """
     report("checking that all answer alike")
     answers = {}
     for key, server in servers.items():
         greedy(server, prompts[:1])  # puts the shared prefix into the cache
         answers[key] = greedy(server, prompts)
-    found = {key: distance(answers[key], answers[REFERENCE]) for key in servers}
+    found = {key: distance(answer, answers[REFERENCE]) for key, answer in answers.items()}
     for key, value in found.items():
         if not value.agrees:
-            raise WrongAnswers(
-                f"{SYSTEMS[key].label} does not answer as {SYSTEMS[REFERENCE].label}: {value}; "
-                "no speed is reported"
-            )
+            ours, theirs = SYSTEMS[key].label, SYSTEMS[REFERENCE].label
+            raise WrongAnswers(f"{ours} does not answer as {theirs}: {value}; no speed is reported")
     return found

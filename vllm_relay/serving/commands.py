@@ -15,10 +15,7 @@ def bench_serve(
     """Runs `vllm bench serve --<name> <value> ...` against a server; returns its result JSON.
 
     Options that are True have no value. The tokenizer defaults to the model's. Result and log of
-    the client lie beside the server's log.
-
-    Raises:
-        ProcessDied: the client failed. RuntimeError: requests failed.
+    the client lie beside the server's log. RuntimeError if the client or requests failed.
     """
     result = server.log.with_name(f"{server.log.stem}-bench.json")
     fixed = {
@@ -55,19 +52,12 @@ def build_system_kv(
     env: dict[str, str] | None = None,
     report: Report = lambda doing: None,
 ) -> Path:
-    """Runs `vllm-relay build` with these options; returns ``output``, a file or a folder.
-
-    The log is ``system-kv-build.log`` beside the file or in the folder.
-
-    Raises:
-        ProcessDied: the build failed.
-    """
+    """Runs `vllm-relay build` with these options; returns ``output``, a file or a folder."""
     command = beside_python("vllm-relay", "build", "--model", str(model), "-o", str(output))
-    folder = output if output.is_dir() else output.parent
 
     def progress(text: str) -> str:
         return (re.findall(r"^vllm-relay: (.+)$", text, re.MULTILINE) or ["importing vLLM"])[-1]
 
-    log = folder / "system-kv-build.log"
+    log = (output if output.is_dir() else output.parent) / "system-kv-build.log"
     run([*command, *options], log, env, progress=progress, report=report)
     return output

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,14 @@ EVERYTHING_AT_ONCE = math.inf
 
 @dataclass(frozen=True)
 class Load:
-    """Requests of one run of the client.
+    """Requests of one run of the client."""
 
-    Attributes:
-        rate: requests per second, Poisson; `EVERYTHING_AT_ONCE` sends all at the start.
-        requests: number of requests. tokens: output tokens of each.
-        dataset: options of ``vllm bench serve`` that choose the prompts.
-        prompts: rendered prompts, one per request, instead of a dataset.
-    """
-
-    rate: float
+    rate: float  # requests per second, Poisson; `EVERYTHING_AT_ONCE` sends all at the start
     requests: int
-    tokens: int
+    tokens: int  # output tokens of each request
+    # Options of ``vllm bench serve`` that choose the prompts.
     dataset: dict[str, Any] = field(default_factory=dict)
-    prompts: Sequence[str] = ()
+    prompts: Sequence[str] = ()  # rendered, one per request, instead of a dataset
 
     def options(self, folder: Path) -> dict[str, Any]:
         """Options of ``vllm bench serve``; prompts are written to a file in the folder."""
@@ -58,14 +53,12 @@ class Load:
 
 def render(tokenizer: Any, system: str, questions: Sequence[str]) -> list[str]:
     """Prompts as the server's chat endpoint renders them, by transformers' tokenizer."""
-    chats = [
-        [{"role": "system", "content": system}, {"role": "user", "content": question}]
-        for question in questions
-    ]
-    return [
-        str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-        for chat in chats
-    ]
+    prompts = []
+    for question in questions:
+        chat = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+        rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        prompts.append(str(rendered))
+    return prompts
 
 
 def measure(
@@ -93,9 +86,8 @@ def measure(
         "normalized_s": statistics.mean((ttft + sum(itls)) / n for ttft, itls, n in requests),
     }
     for name in ("ttft", "tpot", "itl"):
-        measured[f"{name}_mean_s"] = found[f"mean_{name}_ms"] / 1e3
-        measured[f"{name}_p50_s"] = found[f"median_{name}_ms"] / 1e3
-        measured[f"{name}_p99_s"] = found[f"p99_{name}_ms"] / 1e3
+        for ours, theirs in (("mean", "mean"), ("p50", "median"), ("p99", "p99")):
+            measured[f"{name}_{ours}_s"] = found[f"{theirs}_{name}_ms"] / 1e3
     return measured
 
 
@@ -141,9 +133,7 @@ def compare(
 
     Returns:
         A row per load, round and system; ``server_steps_relayed`` is of a server's whole life.
-
-    Raises:
-        WrongAnswers: a system's greedy answers are too far from the baseline's.
+        No row but WrongAnswers if greedy answers are too far from the baseline's.
     """
     rows: list[dict[str, Any]] = []
     servers: dict[str, Server] = {}
@@ -151,9 +141,8 @@ def compare(
     if share is not None and "gpu-memory-utilization" not in map(flag_name, flags):
         flags = [*flags, "--gpu-memory-utilization", str(share)]
 
-    def wait_ready(key: str) -> None:
-        label = SYSTEMS[key].label
-        servers[key].wait_ready(lambda doing: report(f"{label}: {doing}"), READY)
+    def report_of(what: str) -> Report:
+        return lambda doing: report(f"{what}: {doing}")
 
     with ExitStack() as stack:
         for key in keys:
@@ -162,25 +151,20 @@ def compare(
             server = serving(model, system_flags, log, env=env, ready=False)
             servers[key] = stack.enter_context(server)
             if share is not None:  # each measures the GPU memory that it finds free
-                wait_ready(key)
-        for key in servers:
-            wait_ready(key)
+                servers[key].wait_ready(report_of(SYSTEMS[key].label), READY)
+        for key, started in servers.items():
+            started.wait_ready(report_of(SYSTEMS[key].label), READY)
         distances = check(servers, checked, report)
         highest = dict.fromkeys(keys, math.inf)
-        for number, (index, make) in (
-            (number, load) for number in range(1, repeats + 1) for load in enumerate(loads)
-        ):
+        for number, (index, make) in product(range(1, repeats + 1), enumerate(loads)):
             load = make(number)
             able = [x for x in keys if math.isinf(load.rate) or load.rate <= highest[x]]
             for key in interleaved(able, number + index):
                 rate = "all at once" if math.isinf(load.rate) else f"{load.rate:g}/s"
-                where = f"round {number} of {repeats}, {SYSTEMS[key].label}, {rate}"
+                where = report_of(f"round {number} of {repeats}, {SYSTEMS[key].label}, {rate}")
                 # The client's datasets: other prompts for every load and round.
                 seed = number * len(loads) + index
-                found = measure(
-                    servers[key], client or {}, load, seed,
-                    lambda doing, where=where: report(f"{where}: {doing}"),  # type: ignore[misc]
-                )  # fmt: skip
+                found = measure(servers[key], client or {}, load, seed, where)
                 row: dict[str, Any] = {"rate": load.rate, "round": number, "system": key}
                 row |= {"requests": int(found.pop("completed")), "tokens": load.tokens}
                 row |= {name: round(value, 5) for name, value in found.items()}

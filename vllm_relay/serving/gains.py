@@ -6,6 +6,8 @@ Rows are those of `vllm_relay.serving.comparison.compare`.
 import math
 import statistics
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from rich.console import Console
@@ -14,11 +16,6 @@ from rich.table import Table
 from vllm_relay.serving.systems import REFERENCE, SYSTEMS
 
 Row = dict[str, Any]
-# Columns of the table; `cells` has their units.
-HEADINGS = (
-    *("requests/s", "system", "tokens/s", "TTFT", "TPOT", "s/token", "times vLLM"),
-    "least to most",
-)
 MEDIANS = ("tokens_per_s", "requests_per_s", "normalized_s", "ttft_p50_s", "tpot_p50_s")
 
 
@@ -26,7 +23,7 @@ def summary(rows: Sequence[Row]) -> list[Row]:
     """Per rate and system: medians over rounds, and ratios to vLLM in the same round."""
     gains = []
     for rate in dict.fromkeys(row["rate"] for row in rows):
-        at_rate = sorted((x for x in rows if x["rate"] == rate), key=lambda row: row["round"])
+        at_rate = [row for row in rows if row["rate"] == rate]
         baseline = {row["round"]: row for row in at_rate if row["system"] == REFERENCE}
         for key in SYSTEMS:
             found = [row for row in at_rate if row["system"] == key]
@@ -62,18 +59,18 @@ def sustained(rows: Sequence[Row], bound: float) -> dict[str, float | None]:
     return held
 
 
-def cells(gain: Row) -> list[str]:
-    """One row of the table, under `HEADINGS`."""
-    return [
-        "all at once" if math.isinf(gain["rate"]) else f"{gain['rate']:g}",
-        SYSTEMS[gain["system"]].label,
-        f"{gain['tokens_per_s']:,.0f}",
-        f"{gain['ttft_p50_s']:.3f} s",
-        f"{1e3 * gain['tpot_p50_s']:.1f} ms",
-        f"{gain['normalized_s']:.4f}",
-        f"{gain['times_latency']:.2f}",
-        f"{gain['times_latency_min']:.2f} to {gain['times_latency_max']:.2f}",
-    ]
+def cells(gain: Row) -> dict[str, str]:
+    """One row of the table: heading -> text with its unit."""
+    return {
+        "requests/s": "all at once" if math.isinf(gain["rate"]) else f"{gain['rate']:g}",
+        "system": SYSTEMS[gain["system"]].label,
+        "tokens/s": f"{gain['tokens_per_s']:,.0f}",
+        "TTFT": f"{gain['ttft_p50_s']:.3f} s",
+        "TPOT": f"{1e3 * gain['tpot_p50_s']:.1f} ms",
+        "s/token": f"{gain['normalized_s']:.4f}",
+        "times vLLM": f"{gain['times_latency']:.2f}",
+        "least to most": f"{gain['times_latency_min']:.2f} to {gain['times_latency_max']:.2f}",
+    }
 
 
 def held_lines(rows: Sequence[Row], bound: float) -> list[str]:
@@ -100,15 +97,14 @@ def legend(rows: Sequence[Row]) -> str:
 def show(console: Console, title: str, rows: Sequence[Row], bound: float | None = None) -> None:
     """Prints the table and, with a bound, the sustained rates."""
     table = Table(title=title)
-    for heading in HEADINGS:
+    gains = summary(rows)
+    for heading in cells(gains[0]):
         table.add_column(heading, justify="left" if heading == "system" else "right")
-    last = None
-    for gain in summary(rows):
-        if last not in (None, gain["rate"]):
-            table.add_section()
-        first, *others = cells(gain)
-        table.add_row("" if gain["rate"] == last else first, *others)
-        last = gain["rate"]
+    for _, of_rate in groupby(gains, key=itemgetter("rate")):
+        for i, gain in enumerate(of_rate):
+            rate, *others = cells(gain).values()
+            table.add_row("" if i else rate, *others)
+        table.add_section()
     console.print(table)
     for line in [legend(rows), *([] if bound is None else held_lines(rows, bound))]:
         console.print(line, soft_wrap=True)

@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -22,8 +22,7 @@ Report = Callable[[str], None]
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_COLOR": "0"}
 # Seconds to end after SIGINT and after SIGTERM. vLLM drains its engine for up to 10 s.
 GRACE = (20.0, 10.0)
-# Ports given to servers that may not listen yet.
-_given: set[int] = set()
+_given: set[int] = set()  # ports of servers that may not listen yet
 
 
 def free_port() -> int:
@@ -60,37 +59,35 @@ class ProcessDied(RuntimeError):
 def kept_logs(prefix: str, hints: Mapping[str, str] | None = None) -> Iterator[Path]:
     """Temporary folder for logs, kept if the body fails; the error names it and the reason.
 
-    Args:
-        prefix: start of the folder's name. hints: text in a dead child's log -> reason to report.
+    hints: text in a dead child's log -> reason to report.
     """
     folder = Path(tempfile.mkdtemp(prefix=prefix))
-    try:
-        yield folder
-    except ProcessDied as error:
-        text = str(error)
-        # vLLM's last error only points at an earlier one
-        errors = re.findall(r"\b\w*(?:Error|Exception): (?!Engine core init).+", text)
-        reason = f"{text.partition(':')[0]}: {(errors or text.splitlines())[-1]}"
-        reason = next((hint for sign, hint in (hints or {}).items() if sign in text), reason)
-        raise RuntimeError(f"{reason}; logs: {folder}") from error
-    except (RuntimeError, OSError) as error:
-        raise RuntimeError(f"{error}; logs: {folder}") from error
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        try:
+            yield folder
+        except (RuntimeError, OSError) as error:
+            stack.pop_all()
+            reason = text = str(error)
+            if isinstance(error, ProcessDied):
+                # vLLM's last error only points at an earlier one
+                errors = re.findall(r"\b\w*(?:Error|Exception): (?!Engine core init).+", text)
+                reason = f"{text.partition(':')[0]}: {(errors or text.splitlines())[-1]}"
+                told = (hint for sign, hint in (hints or {}).items() if sign in text)
+                reason = next(told, reason)
+            raise RuntimeError(f"{reason}; logs: {folder}") from error
 
 
 class Process:
     """Child process in a process group of its own, its output in a file."""
 
-    def __init__(self, command: Sequence[str], log: Path, env: dict[str, str]) -> None:
+    def __init__(self, command: Sequence[str], log: Path, env: dict[str, str] | None) -> None:
         self.log = log
         with log.open("wb") as output:
             # Own session: Ctrl-C reaches only the parent, which then stops the child in order.
             self._child = subprocess.Popen(
                 command,
-                env={**os.environ, **env},
+                env={**os.environ, **QUIET, **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -153,15 +150,11 @@ def run(
     progress: Callable[[str], str] = lambda text: "running",
     report: Report = lambda doing: None,
 ) -> str:
-    """Runs a command to its end; returns its output.
+    """Runs a command to its end; returns its output. ProcessDied if its exit status is not 0.
 
-    Args:
-        progress: the output so far -> the text to report.
-
-    Raises:
-        ProcessDied: the exit status is not 0.
+    progress: the output so far -> the text to report.
     """
-    child = Process(command, log, QUIET | (env or {}))
+    child = Process(command, log, env)
     try:
         while child.poll() is None:
             report(progress(child.text()))
@@ -180,31 +173,20 @@ def last_message(log: str) -> str:
 
 
 class Server(Process):
-    """`vllm serve` on a free local port.
-
-    Attributes:
-        name: model name in requests.
-    """
+    """`vllm serve` on a free local port."""
 
     def __init__(
-        self, model: Path | str, flags: Sequence[str], log: Path, env: dict[str, str]
+        self, model: Path | str, flags: Sequence[str], log: Path, env: dict[str, str] | None
     ) -> None:
-        self.port = free_port()
+        port = str(free_port())
+        self.url = f"http://127.0.0.1:{port}"
         self.model = model
-        self.name = flag_value(flags, "served-model-name") or str(model)
-        where = ["--host", "127.0.0.1", "--port", str(self.port)]
+        self.name = flag_value(flags, "served-model-name") or str(model)  # in requests
+        where = ["--host", "127.0.0.1", "--port", port]
         super().__init__(beside_python("vllm", "serve", str(model), *where, *flags), log, env)
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
     def wait_ready(self, report: Report, seconds: float = 300) -> None:
-        """Returns once /health answers.
-
-        Raises:
-            ProcessDied: the server ended. TimeoutError: it was not ready in time.
-        """
+        """Returns once /health answers; ProcessDied or TimeoutError if it does not."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.poll() is not None:
@@ -229,7 +211,7 @@ def serving(
     report: Report = lambda doing: None,
 ) -> Iterator[Server]:
     """Server for the body, ready unless ``ready`` is False; stopped however the body ends."""
-    server = Server(model, flags, log, QUIET | (env or {}))
+    server = Server(model, flags, log, env)
     try:
         if ready:
             server.wait_ready(report)

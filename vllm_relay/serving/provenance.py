@@ -1,11 +1,8 @@
-"""Provenance of a measurement: date, device, versions; in a checkout also revision and command."""
+"""Provenance of a measurement: date, device, versions."""
 
 import os
 import platform
 import re
-import shlex
-import subprocess
-import sys
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -31,34 +28,9 @@ def device() -> str:
     return names[1].strip() if names else platform.processor() or platform.machine()
 
 
-def first_line(*command: str) -> str:
-    """First line that a command prints, or "" if it fails or does not exist."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip().partition("\n")[0] if done.returncode == 0 else ""
-
-
-def revision(root: Path, generated: tuple[str, ...] = ()) -> str:
-    """Short git revision, with ``-dirty`` if tracked files other than the generated ones changed.
-
-    Copies without history give ``VLLM_RELAY_REVISION`` or "none".
-    """
-    git = ("git", "-C", str(root))
-    found = first_line(*git, "rev-parse", "--short", "HEAD")
-    exclude = [f":!{path}" for path in generated]
-    changed = found and first_line(*git, "diff", "--name-only", "HEAD", "--", ".", *exclude)
-    return (found or os.environ.get("VLLM_RELAY_REVISION", "none")) + ("-dirty" if changed else "")
-
-
-def provenance(root: Path | None = None, generated: tuple[str, ...] = ()) -> dict[str, str]:
-    """CSV columns that say where and when a number was measured.
-
-    Args:
-        root: checkout whose revision and command to add. generated: its generated paths.
-    """
-    columns = {
+def provenance() -> dict[str, str]:
+    """CSV columns that say where, when and with which versions a number was measured."""
+    return {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "device": device(),
         "cores": str(len(os.sched_getaffinity(0))),
@@ -67,9 +39,3 @@ def provenance(root: Path | None = None, generated: tuple[str, ...] = ()) -> dic
         "vllm_relay": version("vllm-relay"),
         "python": platform.python_version(),
     }
-    if root is not None:
-        script = Path(sys.argv[0]).resolve()
-        shown = script.relative_to(root) if script.is_relative_to(root) else script.name
-        columns["revision"] = revision(root, generated)
-        columns["command"] = shlex.join(["python", str(shown), *sys.argv[1:]])
-    return columns

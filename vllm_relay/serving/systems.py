@@ -13,21 +13,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class System:
-    """One way to serve a model.
+    """One way to serve a model."""
 
-    Attributes:
-        key: name in CSVs. label: name in tables and figures. relay: relay's attention backend.
-        caching: prefix caching. system_kv: load the prefix's KV from a file at start.
-        attention: False: attention is skipped, all else is done. settings: relay's settings.
-    """
-
-    key: str
-    label: str
-    relay: bool = False
-    caching: bool = True
-    system_kv: bool = False
-    attention: bool = True
-    settings: dict[str, Any] = field(default_factory=dict)
+    key: str  # name in CSVs
+    label: str  # name in tables and figures
+    relay: bool = False  # relay's attention backend
+    caching: bool = True  # prefix caching
+    system_kv: bool = False  # load the prefix's KV from a file at start
+    attention: bool = True  # False: attention is skipped, all else is done
+    settings: dict[str, Any] = field(default_factory=dict)  # relay's
 
     def flags(self, files: Sequence[Path] = ()) -> list[str]:
         """Options of ``vllm serve``; files: system KV to load, if the system does."""
@@ -52,14 +46,11 @@ SYSTEMS = {
     )
 }
 FOUR = ("stock-no-caching", "stock", "relay", "relay-system-kv")
-# The baseline.
-REFERENCE = "stock"
-# Share of a GPU's memory for all engines that are up at once.
-GPU_MEMORY = 0.9
+REFERENCE = "stock"  # the baseline
 
 
 def memory_share(engines: int) -> float | None:
-    """Share of a GPU's memory per engine that is up at once; None without a GPU."""
+    """Share of a GPU's memory per engine, 0.9 of it for all of them; None without a GPU."""
     import torch
 
-    return round(GPU_MEMORY / engines, 3) if torch.cuda.is_available() else None
+    return round(0.9 / engines, 3) if torch.cuda.is_available() else None

@@ -19,7 +19,7 @@ from tests.unit.ops import inputs, test_context, test_system
 from tests.unit.ops.test_context import MIXED
 from tests.unit.ops.test_system import qkv
 from vllm_relay.ops import providers, reference, system_attention
-from vllm_relay.ops.attention import flash_attn, requirements, xformers
+from vllm_relay.ops.attention import flash_attn, xformers
 from vllm_relay.ops.attention.flash_attn import Varlen
 from vllm_relay.ops.native import library as native
 
@@ -36,9 +36,7 @@ def nothing_left_behind(monkeypatch):
 
 def forget():
     """Packages and providers found so far."""
-    requirements.module.cache_clear()
-    for provider in providers._registered.values():
-        provider.__dict__.pop("implementation", None)
+    providers.module.cache_clear()
 
 
 def install(monkeypatch, name, **contents):
@@ -73,7 +71,7 @@ def a_modern_gpu(monkeypatch):
     """A GPU of capability 9.0 with triton, and neither flash_attn nor xformers."""
     pytest.importorskip("triton", reason="needs triton")
     on_cuda()  # imports what it needs before modules are taken away
-    monkeypatch.setattr(requirements, "_capability", lambda _: (9, 0))
+    monkeypatch.setattr(providers, "_capability", lambda _: (9, 0))
     for name in ("flash_attn", "xformers", "xformers.ops.fmha"):
         monkeypatch.setitem(sys.modules, name, None)
     forget()
@@ -105,7 +103,7 @@ def test_what_flash_attention_cannot_take_goes_to_triton(a_modern_gpu, monkeypat
 
 def test_old_gpus_and_wide_heads_take_plain_torch(a_modern_gpu, monkeypatch):
     assert chosen("system", head_size=512) == "torch"
-    monkeypatch.setattr(requirements, "_capability", lambda _: (7, 5))
+    monkeypatch.setattr(providers, "_capability", lambda _: (7, 5))
     assert chosen("context", block_size=16) == "torch"
 
 
@@ -149,7 +147,7 @@ def test_an_installation_that_is_broken_is_not_used(a_modern_gpu, monkeypatch):
         raise OSError("undefined symbol")
 
     forget()
-    monkeypatch.setattr(requirements.importlib, "import_module", broken)
+    monkeypatch.setattr(providers.importlib, "import_module", broken)
     assert chosen("system") == "torch"
     with providers.use("system", "flash-attn"), pytest.raises(ValueError, match="undefined symbol"):
         chosen("system")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_relay.ops.attention import requirements
+from vllm_relay.ops.attention import providers
 from vllm_relay.ops.attention.providers import PagedContext
 
 _PACKAGE = "flash_attn"
@@ -20,12 +20,12 @@ _PACKAGE = "flash_attn"
 
 def unusable(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why the package cannot take these tensors, or None; its KV blocks are multiples of 256."""
-    return requirements.not_flash(q, k, v, 256) or requirements.missing(_PACKAGE)
+    return providers.not_flash(q, k, v, 256) or providers.missing(_PACKAGE)
 
 
 def system_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """System attention by `flash_attn_with_kvcache`, which splits keys over idle processors."""
-    out, lse = requirements.module(_PACKAGE).flash_attn_with_kvcache(
+    out, lse = providers.module(_PACKAGE).flash_attn_with_kvcache(
         q[None], k[None], v[None], softmax_scale=scale, causal=False, return_softmax_lse=True
     )
     return out[0], _checked(lse[0], q)
@@ -38,7 +38,7 @@ def context_attention(
 
     Else by `flash_attn_varlen_func`, which takes any lengths but does not split keys.
     """
-    package = requirements.module(_PACKAGE)
+    package = providers.module(_PACKAGE)
     rows = context.context_lens.shape[0]
     if q.shape[0] != rows * context.max_query_len:
         varlen = Varlen(lambda: package.flash_attn_varlen_func)
@@ -48,7 +48,7 @@ def context_attention(
         k_cache,
         v_cache,
         cache_seqlens=context.context_lens.int().contiguous(),
-        block_table=_dense_columns(context.block_table),
+        block_table=context.block_table.int().contiguous(),
         softmax_scale=scale,
         causal=True,
         return_softmax_lse=True,
@@ -73,26 +73,24 @@ class Varlen:
         self._block_multiple = block_multiple
 
     @cached_property
-    def _fn(self) -> Callable[..., Any]:
-        return self._load()
-
-    @cached_property
-    def _names(self) -> Collection[str]:
-        return inspect.signature(self._fn).parameters
+    def _fn(self) -> tuple[Callable[..., Any], Collection[str]]:
+        """The function and the names of its parameters."""
+        fn = self._load()
+        return fn, inspect.signature(fn).parameters
 
     def unusable(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         """Why FlashAttention cannot take these tensors, or None."""
-        return requirements.not_flash(q, k, v, self._block_multiple)
+        return providers.not_flash(q, k, v, self._block_multiple)
 
     def system_attention(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Arguments as `vllm_relay.ops.system_attention`, checked there."""
         tokens, keys = q.shape[0], k.shape[0]
-        out, lse = self._call(
-            q=q,
-            k=k,
-            v=v,
+        return self._call(
+            q,
+            k,
+            v,
             cu_seqlens_q=_ends(tokens, q.device),
             cu_seqlens_k=_ends(keys, q.device),
             max_seqlen_q=tokens,
@@ -100,7 +98,6 @@ class Varlen:
             softmax_scale=scale,
             causal=False,
         )
-        return out, _checked(lse, q)
 
     def context_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: PagedContext, scale: float
@@ -111,42 +108,37 @@ class Varlen:
             # FlashAttention 2 takes a maximum of 1 to mean one query in every row.
             most = 2
         lens = context.context_lens.int().contiguous()
-        if "seqused_k" in self._names:
-            lengths = {"seqused_k": lens}
-        else:
+        lengths = {"seqused_k": lens}
+        if "seqused_k" not in self._fn[1]:
             sums = torch.cumsum(lens, 0, dtype=torch.int32)
             lengths = {"cu_seqlens_k": torch.nn.functional.pad(sums, (1, 0))}
         out, lse = self._call(
-            q=q,
-            k=k_cache,
-            v=v_cache,
+            q,
+            k_cache,
+            v_cache,
             cu_seqlens_q=context.query_start_loc.int().contiguous(),
             max_seqlen_q=most,
             max_seqlen_k=context.max_context_len,
             softmax_scale=scale,
             causal=True,
-            block_table=_dense_columns(context.block_table),
+            block_table=context.block_table.int().contiguous(),
             **lengths,
         )
-        return out, _negative(_checked(lse, q))
+        return out, _negative(lse)
 
-    def _call(self, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def _call(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        fn, names = self._fn
         # vLLM's has both names, and means a debugging aid by the second.
         for flag in ("return_softmax_lse", "return_attn_probs"):
-            if flag in self._names:
-                out, lse, *_ = self._fn(**kwargs, **{flag: True})
-                return out, lse
-        raise ValueError(f"{self._fn} cannot return the LSE")
+            if flag in names:
+                out, lse, *_ = fn(q=q, k=k, v=v, **options, **{flag: True})
+                return out, _checked(lse, q)
+        raise ValueError(f"{fn} cannot return the LSE")
 
 
 def _ends(n: int, device: torch.device) -> Tensor:
     # [0, n] written by the device itself; a copy from the host would wait.
     return torch.arange(0, n + 1, n, dtype=torch.int32, device=device)
-
-
-def _dense_columns(block_table: Tensor) -> Tensor:
-    table = block_table.int()
-    return table if table.stride(-1) == 1 else table.contiguous()
 
 
 def _checked(lse: Tensor, q: Tensor) -> Tensor:

@@ -9,8 +9,6 @@ from vllm_relay.ops import checks
 from vllm_relay.ops.attention import providers
 from vllm_relay.ops.attention.providers import PagedContext
 
-_CACHE = "[num_blocks, block_size, Hkv, D]"
-
 
 def system_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None
@@ -76,34 +74,19 @@ def context_attention(
             the provider that was forced (`vllm_relay.ops.providers`) cannot take the call.
     """
     checks.query(q, 3, "[T, Hq, D]")
-    checks.key_value(q, k_cache, v_cache, 4, _CACHE, ("k_cache", "v_cache"))
+    checks.key_value(
+        q, k_cache, v_cache, 4, "[num_blocks, block_size, Hkv, D]", ("k_cache", "v_cache")
+    )
     checks.rank("block_table", block_table, 2, "[R, M]")
     scale = checks.scale_or_default(scale, q.shape[-1])
-    context = _checked(q, k_cache, block_table, context_lens, query_start_loc)
-    if context.max_query_len == 0 or context.max_context_len == 0:
-        return _nothing(q)
-    provider = providers.choose("context", q, k_cache, v_cache).implementation
-    return provider.context_attention(q, k_cache, v_cache, context, scale)
-
-
-def _nothing(q: Tensor) -> tuple[Tensor, Tensor]:
-    """The result of queries that see no key."""
-    lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32)
-    return q.new_zeros(q.shape), lse
-
-
-def _checked(
-    q: Tensor, k_cache: Tensor, block_table: Tensor, context_lens: Tensor, query_start_loc: Tensor
-) -> PagedContext:
-    """The contexts, once all values are known to fit."""
     num_blocks, block_size = k_cache.shape[:2]
     rows, columns = block_table.shape
     checks.integers("block_table", block_table, (rows, columns), "[R, M]", q.device)
-    checks.integers("context_lens", context_lens, (rows,), "[R]", q.device)
     checks.integers("query_start_loc", query_start_loc, (rows + 1,), "[R + 1]", q.device)
     if block_size == 0:
         raise ValueError("k_cache: block_size is 0")
-    lens = checks.lengths("context_lens", context_lens, columns * block_size)
+    most = columns * block_size
+    lens = checks.lengths("context_lens", context_lens, rows, "[R]", q.device, most)
     starts: list[int] = query_start_loc.tolist()
     if starts[0] != 0 or any(a > b for a, b in pairwise(starts)):
         raise ValueError("query_start_loc: expected 0 first and no decrease")
@@ -114,10 +97,20 @@ def _checked(
     if wrong.any():
         row = int(wrong.any(1).nonzero()[0])
         raise ValueError(f"block_table: row {row} names a block outside 0..{num_blocks - 1}")
-    return PagedContext(
+    context = PagedContext(
         block_table=block_table,
         context_lens=context_lens,
         query_start_loc=query_start_loc,
         max_query_len=max((b - a for a, b in pairwise(starts)), default=0),
         max_context_len=max(lens, default=0),
     )
+    if context.max_query_len == 0 or context.max_context_len == 0:
+        return _nothing(q)
+    provider = providers.choose("context", q, k_cache, v_cache).implementation
+    return provider.context_attention(q, k_cache, v_cache, context, scale)
+
+
+def _nothing(q: Tensor) -> tuple[Tensor, Tensor]:
+    """The result of queries that see no key."""
+    lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32)
+    return q.new_zeros(q.shape), lse

@@ -4,26 +4,20 @@ A provider is a module (or any object) with the three functions of `Implementati
 that can take the tensors runs; `use` or the environment variables VLLM_RELAY_SYSTEM_PROVIDER and
 VLLM_RELAY_CONTEXT_PROVIDER force one by name.
 
-To add a provider:
-
-1. Write ``ops/attention/NAME.py`` with ``system_attention``, ``context_attention`` and
-   ``unusable``. It may import anything: it is loaded when it is first asked. With
-   ``paged_system_attention``, too, all groups of a level are one call.
-2. Add one line to `_registered` below, at its place in the order of preference.
-3. Add the name to `provider` of ``test_providers_on_a_gpu`` in ``tests/unit/ops``, or call
-   ``check`` of ``test_system.py`` and ``test_context.py`` under ``use``.
+To add one: a module ``ops/attention/NAME.py`` and a line in `_registered` (see CONTRIBUTING.md).
+With ``paged_system_attention``, too, all groups of a level are one call.
 """
 
+import importlib
 import os
 from collections.abc import Collection
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
-from types import TracebackType
-from typing import Protocol, cast
+from functools import cache
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
-
-from vllm_relay.ops.attention.requirements import module
 
 OPS = ("system", "context")
 
@@ -66,19 +60,20 @@ class Provider:
     """A name for an implementation, and where it is chosen without being forced."""
 
     name: str
-    source: object
+    source: Any
     """An `Implementation`, or the name of the module that is one."""
     devices: Collection[str] = ()
     """Types of devices whose tensors it is offered; empty: only when forced."""
     ops: Collection[str] = OPS
     """Ops that it is offered; it can be forced for both."""
 
-    @cached_property
+    @property
     def implementation(self) -> Implementation:
         """The functions; loads the module, or is the text that says why that failed."""
-        if not isinstance(self.source, str):
-            return cast(Implementation, self.source)
-        return cast(Implementation, module(f"vllm_relay.ops.attention.{self.source}"))
+        found: Implementation = self.source
+        if isinstance(self.source, str):
+            found = module(f"vllm_relay.ops.attention.{self.source}")
+        return found
 
     def unusable(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         """Why the provider cannot take these tensors, or None."""
@@ -99,18 +94,16 @@ _forced: dict[str, str | None] = dict.fromkeys(OPS)
 
 
 def register(name: str, implementation: object, devices: Collection[str] = ()) -> None:
-    """Add a provider before all others, or replace the one of that name.
+    """Add an `Implementation` before all others, or replace the one of that name.
 
-    Args:
-        implementation: an `Implementation`.
-        devices: types of devices ("cuda") where it is chosen by itself; empty: only when forced.
+    devices: types of devices ("cuda") where it is chosen by itself; empty: only when forced.
     """
     others = {key: other for key, other in _registered.items() if key != name}
     _registered.clear()
     _registered.update({name: Provider(name, implementation, devices), **others})
 
 
-class use:
+def use(op: str, name: str | None) -> ExitStack:
     """Force a provider for the whole process; as a context manager, until the block ends.
 
     use("system", "triton"); with use("context", "torch"): ...; None chooses again. Stronger than
@@ -119,33 +112,20 @@ class use:
     Raises:
         ValueError: the op or the provider is unknown.
     """
-
-    def __init__(self, op: str, name: str | None) -> None:
-        if op not in OPS:
-            raise ValueError(f"op: expected one of {', '.join(OPS)}, got {op!r}")
-        if name is not None:
-            _known(op, name)
-        self._op = op
-        self._before = _forced[op]
-        _forced[op] = name
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        _forced[self._op] = self._before
+    if op not in OPS:
+        raise ValueError(f"op: expected one of {', '.join(OPS)}, got {op!r}")
+    if name is not None:
+        _known(op, name)
+    end = ExitStack()
+    end.callback(_forced.__setitem__, op, _forced[op])
+    _forced[op] = name
+    return end
 
 
 def choose(op: str, q: Tensor, k: Tensor, v: Tensor) -> Provider:
     """The provider of "system" or "context" for these tensors.
 
-    Raises:
-        ValueError: the forced provider is unknown or cannot take them; names it and says why.
+    Raises ValueError if the forced one is unknown or cannot take them; names it and says why.
     """
     name = _forced[op] or os.environ.get(f"VLLM_RELAY_{op.upper()}_PROVIDER")
     if name:
@@ -166,3 +146,49 @@ def _known(op: str, name: str) -> Provider:
         names = ", ".join(sorted(_registered))
         raise ValueError(f"{op} provider {name!r} is unknown; there are {names}")
     return _registered[name]
+
+
+@cache
+def module(name: str) -> Any:
+    """The module, or a text that says why it cannot be imported."""
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError, RuntimeError) as error:
+        # A package built for another torch fails in many ways.
+        return f"{name} cannot be imported: {error}"
+
+
+def missing(name: str) -> str | None:
+    """None if the module can be imported, which this does; else why not."""
+    found = module(name)
+    return found if isinstance(found, str) else None
+
+
+def old_device(q: Tensor) -> str | None:
+    """None from compute capability 8.0 on; else the reason."""
+    if _capability(q.device.index) < (8, 0):
+        return "needs compute capability 8.0 or more"
+    return None
+
+
+def not_flash(q: Tensor, k: Tensor, v: Tensor, block_multiple: int = 1) -> str | None:
+    """Why FlashAttention cannot take these tensors (FlashAttention 2, csrc/flash_api.cpp).
+
+    block_multiple: tokens that a KV block, if k is paged (4-d), is a multiple of.
+    """
+    if not q.is_cuda:
+        return "needs CUDA tensors"
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"needs float16 or bfloat16, not {q.dtype}"
+    if q.shape[-1] % 8 or q.shape[-1] > 256:
+        return f"needs a head size that is a multiple of 8 up to 256, not {q.shape[-1]}"
+    if any(x.stride(-1) != 1 for x in (q, k, v)):
+        return "needs q, k and v whose channels are adjacent in memory"
+    if k.dim() == 4 and k.shape[1] % block_multiple:
+        return f"needs KV blocks of a multiple of {block_multiple} tokens, not {k.shape[1]}"
+    return old_device(q)
+
+
+@cache
+def _capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)

@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from vllm_relay.ops.attention import requirements
+from vllm_relay.ops.attention import providers
 from vllm_relay.ops.attention.providers import PagedContext
 from vllm_relay.ops.attention.triton_kernel import attend_kernel
 from vllm_relay.ops.fusion.triton import merge_splits
@@ -28,7 +28,7 @@ def unusable(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if q.shape[-1] > 256:
         return f"needs a head size up to 256, not {q.shape[-1]}"
     if q.is_cuda:
-        return requirements.old_device(q)
+        return providers.old_device(q)
     if q.device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
         return "needs CUDA tensors, or TRITON_INTERPRET=1 for the interpreter"
     if q.dtype == torch.bfloat16:
@@ -44,20 +44,12 @@ def system_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Ten
 def paged_system_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, context: PagedContext, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """System attention of all groups of a level in one launch; each has paged keys of its own.
+    """System attention of all groups of a level, the rows of ``context``, in one launch.
 
-    A captured graph may be replayed with other lengths, offsets and block ids. They are not
-    checked. With max_query_len less than the tokens of a group, some get no attention.
-
-    Args:
-        q: [T, Hq, D], bf16, fp16 or fp32; the tokens of a group one after another.
-        k_cache, v_cache: [num_blocks, block_size, Hkv, D], q's dtype, any strides.
-        context: one row per group.
-        scale: multiplies the scores.
-
-    Returns:
-        out [T, Hq, D] in q's dtype and lse [Hq, T] float32, natural logarithm; 0 and -inf for
-        tokens of no group or of a group without keys.
+    Tensors as in `vllm_relay.ops.context_attention`. A captured graph may be replayed with other
+    lengths, offsets and block ids. They are not checked. With max_query_len less than the tokens
+    of a group, some get no attention. Tokens of no group or of a group without keys have out 0
+    and lse -inf.
     """
     return _attend(q, k_cache, v_cache, scale, context)
 
@@ -88,20 +80,15 @@ def _tile(rows: int, head_size: int, itemsize: int) -> dict[str, int]:
     block_m = max(16, triton.next_power_of_2(rows))
     if itemsize == 4:
         # No tensor cores: products are unrolled, and larger tiles spill.
-        block_m, block_n, num_warps, num_stages = 16, 32, 8, 2
+        block_m, block_n, warps, stages = 16, 32, 8, 2
     elif block_d > 128:
-        block_m, block_n, num_warps, num_stages = min(block_m, 32), 32, 4, 2
+        block_m, block_n, warps, stages = min(block_m, 32), 32, 4, 2
     else:
         block_m, block_n = min(block_m, 128), 64
         # With three stages, the block table is read an iteration before the keys that it names.
-        num_warps, num_stages = 8 if block_m == 128 else 4, 3
-    return {
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "BLOCK_D": block_d,
-        "num_warps": num_warps,
-        "num_stages": num_stages,
-    }
+        warps, stages = 8 if block_m == 128 else 4, 3
+    tile = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": block_d}
+    return {**tile, "num_warps": warps, "num_stages": stages}
 
 
 def _num_splits(q: Tensor, programs: int, max_len: int) -> int:
@@ -155,22 +142,12 @@ def _attend(
     else:
         out, lse = q.new_zeros(q.shape), lses[0]
         outs = out.unsqueeze(0)
+    tensors = (q, k, v, table, lens, starts, outs, lses)
+    strides = [x.stride() for x in (q, k, v, table, outs, lses)]
     kernel: Any = attend_kernel
     kernel[(tiles, kv_heads, splits)](
-        q,
-        k,
-        v,
-        table,
-        lens,
-        starts,
-        outs,
-        lses,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        (0, 0) if context is None else table.stride(),
-        outs.stride(),
-        lses.stride(),
+        *tensors,
+        *strides,
         groups,
         tokens,
         k.shape[1],

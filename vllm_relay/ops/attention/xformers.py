@@ -6,7 +6,7 @@ Supports what the documentation of xformers promises and no more.
 import torch
 from torch import Tensor
 
-from vllm_relay.ops.attention import requirements
+from vllm_relay.ops.attention import providers
 from vllm_relay.ops.attention.providers import PagedContext
 
 _FMHA = "xformers.ops.fmha"
@@ -18,22 +18,22 @@ _PAGED_QUERIES = 16
 
 def unusable(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why xformers cannot take these tensors, or None. The call itself checks lengths."""
-    reason = requirements.not_flash(q, k, v, _PAGED_BLOCK)
+    reason = providers.not_flash(q, k, v, _PAGED_BLOCK)
     if reason is None and k.dim() == 4:
         if q.shape[-1] not in _PAGED_HEAD_SIZES:
             reason = f"needs a head size of {_PAGED_HEAD_SIZES}, not {q.shape[-1]}"
         elif any(cache.stride(0) != cache.shape[1] * cache.stride(1) for cache in (k, v)):
             reason = "needs KV blocks whose tokens follow one another in memory"
-    reason = reason or requirements.missing(_FMHA)
+    reason = reason or providers.missing(_FMHA)
     # Also a build without the package mslk, from 0.0.35 on.
-    if not reason and not hasattr(requirements.module(_FMHA), "memory_efficient_attention_partial"):
+    if not reason and not hasattr(providers.module(_FMHA), "memory_efficient_attention_partial"):
         reason = "this xformers has no memory_efficient_attention_partial"
     return reason
 
 
 def system_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Arguments as `vllm_relay.ops.system_attention`, checked there."""
-    out, lse = requirements.module(_FMHA).memory_efficient_attention_partial(
+    out, lse = providers.module(_FMHA).memory_efficient_attention_partial(
         *_grouped(q, k[None], v[None]), scale=scale
     )
     return out.reshape(q.shape), _flat(lse, q)
@@ -45,12 +45,10 @@ def context_attention(
     """Arguments as `vllm_relay.ops.context_attention`, checked there; reads the lengths (a sync).
 
     What lies in a request's last block beyond its context must be finite: xformers does not say
-    that it is kept out.
-
-    Raises:
-        ValueError: requests differ in queries, have more than 16, or more queries than context.
+    that it is kept out. ValueError if requests differ in queries, have more than 16, or more
+    queries than context.
     """
-    fmha = requirements.module(_FMHA)
+    fmha = providers.module(_FMHA)
     rows, columns = context.block_table.shape
     block_size = k_cache.shape[1]
     lens: list[int] = context.context_lens.tolist()

@@ -7,7 +7,6 @@ batch's order or another; `merge_splits` takes any number of partials that lie o
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -164,24 +163,17 @@ def merge_into(
     """Merge partials that lie in orders of their own into one that is in the batch's order.
 
     Args:
-        out: [T, H, D], the partial in the batch's order; the result is written over it.
+        out: [T, H, D], the partial in the batch's order; the result is written over it and
+            returned. A token that is in none of ``outs`` keeps its bits.
         lse: [H, T] float32, its LSE.
         outs, lses: n >= 1 further partials, as in `vllm_relay.ops.relay_fusion`.
         index: [n, T] int32, last dim dense: token t is token index[i, t] of outs[i]; negative:
             outs[i] has nothing for it. Values are not checked, which would be a device sync.
-
-    Returns:
-        out. A token that is in none of ``outs`` keeps its bits.
-
-    Raises:
-        ValueError: a shape, dtype or device does not fit; the message names the argument.
     """
     checks.partials([out, *outs], [lse, *lses])
-    checks.shape("index", index, (len(outs), out.shape[0]), "[n, T]")
     if not outs:
         raise ValueError("outs: expected at least one partial beside out")
-    if index.dtype != torch.int32 or index.device != out.device or index.stride(-1) != 1:
-        raise ValueError(f"index: expected int32 on {out.device} with a dense last dim")
+    checks.places(index, len(outs), out)
     fuse([out, *outs], [lse, *lses], out, index)
     return out
 

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -47,14 +46,9 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
 
     Returns:
         [n, T, H, D]; places of no token are not written.
-
-    Raises:
-        ValueError: a shape, dtype or device does not fit; the message names the argument.
     """
     checks.rank("x", x, 3, "[T, H, D]")
-    checks.shape("index", index, (index.shape[0], x.shape[0]), "[n, T]")
-    if index.dtype != torch.int32 or index.device != x.device or index.stride(-1) != 1:
-        raise ValueError(f"index: expected int32 on {x.device} with a dense last dim")
+    checks.places(index, index.shape[0], x)
     tokens, heads, head_size = x.shape
     out = x.new_empty((index.shape[0], tokens, heads, head_size))
     if out.numel():
