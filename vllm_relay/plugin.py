@@ -1,9 +1,8 @@
-"""Registration with vLLM: the backend, our KV connector, a provider of the ops.
+"""Registration with vLLM: the backend and our KV connector.
 
 `vllm_relay.compat` holds the patches that this applies.
 """
 
-import functools
 from contextlib import suppress
 from typing import Any
 
@@ -26,26 +25,12 @@ def register() -> None:
         compat.keep_all_cores()
     elif current_platform.is_cuda():
         compat.fall_back_on_cuda()
-        offer_flash_attention()
     compat.extend_worker()
     compat.wrap_engine_args(_configure, _admit)
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     with suppress(ValueError):  # registered already
         KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
-
-
-def offer_flash_attention() -> None:
-    """Make vLLM's FlashAttention the provider "vllm" of ``vllm_relay.ops``, on its first use."""
-    from vllm_relay.ops.attention import flash_attn, providers
-
-    def load() -> Any:
-        from vllm.v1.attention.backends import fa_utils
-
-        version = fa_utils.get_flash_attn_version()
-        return functools.partial(fa_utils.flash_attn_varlen_func, fa_version=version)
-
-    providers.register("vllm", flash_attn.Varlen(load, block_multiple=16), ["cuda"])
 
 
 # Imported when an engine is configured: they load torch.

@@ -230,37 +230,3 @@ def test_on_cuda_a_model_that_relay_cannot_serve_gets_what_vllm_chooses() -> Non
     assert "torch.bfloat16 vllm_relay.backend.cuda.RelayBackend" in out
     assert "torch.float32 vllm.v1.attention.backends.triton_attn" in out
     assert out.count("relay: not used: Selected backend") == 1 and "dtype not supported" in out
-
-
-def test_vllms_flash_attention_is_a_provider_of_the_ops() -> None:
-    code = """
-        import torch
-        from tests import reference_flash
-        from vllm.v1.attention.backends import fa_utils
-        from vllm_relay import plugin
-        from vllm_relay.ops import providers
-
-        fa_utils.get_flash_attn_version = lambda: 3
-        fa_utils.flash_attn_varlen_func = reference_flash.flash_attn_varlen_func
-        plugin.offer_flash_attention()
-        q, cache = torch.randn(2, 4, 32), torch.randn(3, 16, 2, 64)
-        with providers.use("context", "vllm"):
-            try:
-                providers.choose("context", q, cache, cache)
-            except ValueError as error:
-                assert "needs CUDA tensors" in str(error), error
-            else:
-                raise AssertionError("taken")
-        # What the checks in front of it would hand over.
-        context = providers.PagedContext(
-            block_table=torch.tensor([[1, 2]] * 2, dtype=torch.int32),
-            context_lens=torch.tensor([20, 5], dtype=torch.int32),
-            query_start_loc=torch.arange(3, dtype=torch.int32),
-            max_query_len=1,
-            max_context_len=20,
-        )
-        vllm = providers._registered["vllm"].implementation
-        out, lse = vllm.context_attention(q, *cache.split(32, -1), context, 0.2)
-        assert out.shape == q.shape and lse.shape == (4, 2) and lse.isfinite().all()
-        """
-    _python(code)

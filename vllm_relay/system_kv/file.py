@@ -56,11 +56,8 @@ class Layer:
 class Identity:
     """Everything that the KV of an engine depends on, beside the tokens.
 
-    Attributes:
-        model: the model's name; not compared.
-        weights, tokenizer, chat_template: digests (`vllm_relay.system_kv.digest`), or None.
-        rope, config: the settings of the model that KV depends on. dtype: of the model.
-        kv_cache_dtype, quantization: vLLM's options, as resolved.
+    ``model`` is its name, which is not compared; ``weights``, ``tokenizer`` and ``chat_template``
+    are digests (`vllm_relay.system_kv.digest`); ``rope`` and ``config`` are settings of the model.
     """
 
     model: StrictStr

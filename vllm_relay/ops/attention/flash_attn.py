@@ -1,13 +1,4 @@
-"""Both attention ops by FlashAttention: the package flash-attn, or any function like its own.
-
-vLLM carries its own build of FlashAttention. The backend registers it as `Varlen`, because this
-package never imports vLLM.
-"""
-
-import inspect
-from collections.abc import Callable, Collection
-from functools import cached_property
-from typing import Any
+"""Both attention ops by FlashAttention, from the package flash-attn (2.7 or later)."""
 
 import torch
 from torch import Tensor
@@ -39,106 +30,40 @@ def context_attention(
     Else by `flash_attn_varlen_func`, which takes any lengths but does not split keys.
     """
     package = providers.module(_PACKAGE)
-    rows = context.context_lens.shape[0]
-    if q.shape[0] != rows * context.max_query_len:
-        varlen = Varlen(lambda: package.flash_attn_varlen_func)
-        return varlen.context_attention(q, k_cache, v_cache, context, scale)
-    out, lse = package.flash_attn_with_kvcache(
-        q.view(rows, context.max_query_len, *q.shape[1:]),
-        k_cache,
-        v_cache,
-        cache_seqlens=context.context_lens.int().contiguous(),
-        block_table=context.block_table.int().contiguous(),
-        softmax_scale=scale,
-        causal=True,
-        return_softmax_lse=True,
-    )
-    # [R, Hq, n] -> [Hq, T]
-    lse = lse.transpose(0, 1).reshape(q.shape[1], -1)
-    return out.reshape(q.shape), _negative(_checked(lse, q))
-
-
-class Varlen:
-    """A provider made from a function like `flash_attn_varlen_func`; no sync.
-
-    Args:
-        load: returns the function; called on first use. It is flash_attn's
-            (https://github.com/Dao-AILab/flash-attention) or vLLM's
-            (vllm_flash_attn.flash_attn_interface); told apart by their parameters' names.
-        block_multiple: tokens that a KV block is a multiple of.
-    """
-
-    def __init__(self, load: Callable[[], Callable[..., Any]], block_multiple: int = 1) -> None:
-        self._load = load
-        self._block_multiple = block_multiple
-
-    @cached_property
-    def _fn(self) -> tuple[Callable[..., Any], Collection[str]]:
-        """The function and the names of its parameters."""
-        fn = self._load()
-        return fn, inspect.signature(fn).parameters
-
-    def unusable(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-        """Why FlashAttention cannot take these tensors, or None."""
-        return providers.not_flash(q, k, v, self._block_multiple)
-
-    def system_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Arguments as `vllm_relay.ops.system_attention`, checked there."""
-        tokens, keys = q.shape[0], k.shape[0]
-        return self._call(
-            q,
-            k,
-            v,
-            cu_seqlens_q=_ends(tokens, q.device),
-            cu_seqlens_k=_ends(keys, q.device),
-            max_seqlen_q=tokens,
-            max_seqlen_k=keys,
+    rows, most = context.context_lens.shape[0], context.max_query_len
+    lens, table = (x.int().contiguous() for x in (context.context_lens, context.block_table))
+    if q.shape[0] == rows * most:
+        out, lse = package.flash_attn_with_kvcache(
+            q.view(rows, most, *q.shape[1:]),
+            k_cache,
+            v_cache,
+            cache_seqlens=lens,
+            block_table=table,
             softmax_scale=scale,
-            causal=False,
+            causal=True,
+            return_softmax_lse=True,
         )
-
-    def context_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: PagedContext, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Arguments as `vllm_relay.ops.context_attention`, checked there."""
-        most = context.max_query_len
-        if most == 1 and q.shape[0] != context.context_lens.shape[0]:
-            # FlashAttention 2 takes a maximum of 1 to mean one query in every row.
-            most = 2
-        lens = context.context_lens.int().contiguous()
-        lengths = {"seqused_k": lens}
-        if "seqused_k" not in self._fn[1]:
-            sums = torch.cumsum(lens, 0, dtype=torch.int32)
-            lengths = {"cu_seqlens_k": torch.nn.functional.pad(sums, (1, 0))}
-        out, lse = self._call(
+        out = out.reshape(q.shape)
+        # [R, Hq, n] -> [Hq, T]
+        lse = lse.transpose(0, 1).reshape(q.shape[1], -1)
+    else:
+        sums = torch.cumsum(lens, 0, dtype=torch.int32)
+        out, lse, _ = package.flash_attn_varlen_func(
             q,
             k_cache,
             v_cache,
             cu_seqlens_q=context.query_start_loc.int().contiguous(),
-            max_seqlen_q=most,
+            cu_seqlens_k=torch.nn.functional.pad(sums, (1, 0)),
+            # A maximum of 1 means one query in every row.
+            max_seqlen_q=max(most, 2),
             max_seqlen_k=context.max_context_len,
             softmax_scale=scale,
             causal=True,
-            block_table=context.block_table.int().contiguous(),
-            **lengths,
+            block_table=table,
+            return_attn_probs=True,
         )
-        return out, _negative(lse)
-
-    def _call(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        fn, names = self._fn
-        # vLLM's has both names, and means a debugging aid by the second.
-        for flag in ("return_softmax_lse", "return_attn_probs"):
-            if flag in names:
-                out, lse, *_ = fn(q=q, k=k, v=v, **options, **{flag: True})
-                return out, _checked(lse, q)
-        raise ValueError(f"{fn} cannot return the LSE")
-
-
-def _ends(n: int, device: torch.device) -> Tensor:
-    # [0, n] written by the device itself; a copy from the host would wait.
-    return torch.arange(0, n + 1, n, dtype=torch.int32, device=device)
+    # +inf stands for a query that sees nothing.
+    return out, _checked(lse, q).masked_fill_(lse == torch.inf, -torch.inf)
 
 
 def _checked(lse: Tensor, q: Tensor) -> Tensor:
@@ -149,8 +74,3 @@ def _checked(lse: Tensor, q: Tensor) -> Tensor:
             f"{(q.shape[1], q.shape[0])}; flash-attn 2.7 or later is needed"
         )
     return lse
-
-
-def _negative(lse: Tensor) -> Tensor:
-    # FlashAttention 2 writes +inf for a query that sees nothing.
-    return lse.masked_fill_(lse == torch.inf, -torch.inf)

@@ -65,7 +65,7 @@ class Provider:
     devices: Collection[str] = ()
     """Types of devices whose tensors it is offered; empty: only when forced."""
     ops: Collection[str] = OPS
-    """Ops that it is offered; it can be forced for both."""
+    """Ops that it has."""
 
     @property
     def implementation(self) -> Implementation:
@@ -82,7 +82,7 @@ class Provider:
 
 
 # In order of preference: our CPU kernels; on CUDA flash kernels first. xformers does not promise
-# that NaN beyond a context stays there.
+# that NaN beyond a paged context stays there.
 _registered = {
     "native": Provider("native", "native", ["cpu"]),
     "flash-attn": Provider("flash-attn", "flash_attn", ["cuda"]),
@@ -142,8 +142,8 @@ def choose(op: str, q: Tensor, k: Tensor, v: Tensor) -> Provider:
 
 
 def _known(op: str, name: str) -> Provider:
-    if name not in _registered:
-        names = ", ".join(sorted(_registered))
+    if name not in _registered or op not in _registered[name].ops:
+        names = ", ".join(sorted(key for key, found in _registered.items() if op in found.ops))
         raise ValueError(f"{op} provider {name!r} is unknown; there are {names}")
     return _registered[name]
 
