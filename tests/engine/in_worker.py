@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness.force_tokens import ForceTokens  # noqa: F401
+from benchmarks.harness.kv_rows import copy_rows
 from vllm_relay.ops.fusion.native import fuse
 from vllm_relay.ops.native import library as native
 
@@ -198,7 +199,7 @@ class WorkerExtension:
             layout = find_layout(write, heads, block_size, impl.head_size, cache.dtype)
             tokens = len(block_ids) * block_size
             rows = [torch.empty(heads, tokens, impl.head_size, dtype=cache.dtype) for _ in range(2)]
-            layout.copy_rows(cache, block_ids, *rows)
+            copy_rows(layout, cache, block_ids, *rows)
             # with more workers than heads, each holds the one there is
             first = min(get_tensor_model_parallel_rank() * heads, described.kv_heads - heads)
             for ours, theirs in zip(rows, file.tensors(described.name), strict=True):
