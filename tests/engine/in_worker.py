@@ -35,7 +35,7 @@ def _wrong_sequences(change: Callable[[np.ndarray], None]) -> Callable[[Any], An
         class Wrong(stock):
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 super().__init__(*args, **kwargs)
-                sequences = self._kept[0]
+                sequences = self.call.sequences
                 segments = sequences[:, native.CAUSAL] == 0
                 wrong = sequences[segments]
                 change(wrong)
@@ -63,15 +63,11 @@ def _wrong_native_lse(which: slice) -> Callable[[Any], Any]:
     def planted(stock: Any) -> Any:
         class Wrong(stock):
             def run(self, query: Any, cache: Any, segments: Any, out: Any) -> None:
-                self._lse.fill_(-torch.inf)
-                attend, library = self._library.attend, self._library
-                with mock.patch.object(library, "attend") as called:
-                    super().run(query, cache, segments, out)
-                (call,) = called.call_args.args
-                call.fused = None
-                attend(call)
-                self._lse[which] += 0.1
-                fuse(list(self._out), list(self._lse), out, torch.from_numpy(self._kept[2]))
+                self.call.lse.fill_(-torch.inf)
+                self.call.layouts[: 1 + len(segments)] = [cache, *segments]
+                self.call.run(query)
+                self.call.lse[which] += 0.1
+                fuse(list(self.call.out), list(self.call.lse), out, torch.from_numpy(self.order))
 
         return Wrong
 

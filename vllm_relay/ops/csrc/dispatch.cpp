@@ -1,9 +1,9 @@
 // setup.py defines RELAY_ISAS: ISA(name, needs) for each isa/*.h that it compiled, best first.
-#include "dispatch.h"
-
 #include <string.h>
 
 #include <atomic>
+
+#include "kernels.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>

@@ -1,6 +1,6 @@
-#include "partition.h"
-
 #include <algorithm>
+
+#include "work.h"
 
 namespace relay {
 namespace {

@@ -7,7 +7,8 @@ second pool, and the engine's binding of threads to cores holds.
 import ctypes
 import logging
 import os
-from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_void_p
+from collections.abc import Iterable
+from ctypes import POINTER, Array, Structure, c_char_p, c_double, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -47,66 +48,78 @@ class Layout(Structure):
 FIRST, QUERIES, KEYS, CAUSAL, PARTIAL, LAYOUT, TABLE = range(7)
 
 
+class Rows(Structure):
+    """``relay_rows``: address and strides of ``[tokens, heads, ...]``."""
+
+    _fields_ = (("base", c_void_p), *_fields(c_int64, "token head"))
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Rows":
+        return cls(x.data_ptr(), x.stride(0), x.stride(1))
+
+
+class Partial(Structure):
+    """``relay_partial``: one attention result."""
+
+    _fields_ = _fields(Rows, "out lse")
+
+    @classmethod
+    def array(cls, outs: Iterable[Tensor], lses: Iterable[Tensor]) -> "Array[Partial]":
+        """Partials out ``[T, H, D]``, lse ``[H, T]`` float32; the caller keeps the tensors."""
+        found = [cls(Rows.of(out), Rows.of(lse.T)) for out, lse in zip(outs, lses, strict=True)]
+        return (cls * len(found))(*found)
+
+
 class Call(Structure):
-    """``relay_call``: attention of sequences, and fusion of their partials."""
+    """``relay_call``: attention of sequences, fusion of partials, or packing."""
 
     _fields_ = (
-        *_fields(c_int64, "dtype out_dtype heads kv_heads head_size tokens partials threads"),
+        *_fields(c_int64, "dtype partial_dtype heads kv_heads head_size tokens threads"),
         ("scale", c_double),
-        ("q", c_void_p),
-        *_fields(c_int64, "q_token q_head"),
-        *_fields(c_void_p, "places out"),
-        *_fields(c_int64, "out_partial out_token out_head"),
-        ("lse", c_void_p),
-        *_fields(c_int64, "lse_partial lse_head lse_token"),
+        *_fields(Rows, "q fused"),
+        ("places", c_void_p),
+        ("partials", POINTER(Partial)),
         ("layouts", POINTER(Layout)),
         ("sequences", c_void_p),
-        *_fields(c_int64, "num_layouts num_sequences"),
-        ("fused", c_void_p),
-        *_fields(c_int64, "fused_token fused_head"),
+        *_fields(c_int64, "num_partials num_layouts num_sequences"),
         ("parallel", c_void_p),
     )
 
 
-class FuseCall(Structure):
-    """``relay_fuse_call``: relay fusion alone."""
-
-    _fields_ = (
-        *_fields(c_int64, "dtype fused_dtype tokens heads head_size partials threads"),
-        *_fields(POINTER(c_void_p), "outs lses"),
-        *_fields(POINTER(c_int64), "out_token out_head lse_token lse_head"),
-        *_fields(c_void_p, "places fused"),
-        *_fields(c_int64, "fused_token fused_head"),
-        ("parallel", c_void_p),
-    )
+def _raise_error(code: int) -> None:
+    if code:
+        kind, text = _ERRORS[code]
+        raise kind(f"CPU kernels: {text}")
 
 
 class Library:
-    """The loaded library.
+    """The loaded library. Its calls raise ValueError where a block id lies outside the KV cache.
+
+    Attributes:
+        attend: attends to every sequence of a `Call` and, if it says so, fuses their partials.
+        fuse: fuses the partials of a `Call`.
+        pack: packs the keys and values of the sequence of a `Call` into a `Layout`.
 
     Raises:
-        OSError, AttributeError: the file is no library, or one of other sources.
+        OSError, AttributeError, ValueError: the file is no library, or one of other sources.
     """
 
     def __init__(self, path: str) -> None:
         functions = ctypes.CDLL(path)
-        sizes = (c_int64 * 5)()
-        functions.relay_sizes(sizes)
-        mine = [ctypes.sizeof(x) for x in (Operand, Layout, Call, FuseCall)]
-        if list(sizes) != [*mine[:2], 8 * (TABLE + 1), *mine[2:]]:
+        sizes = [ctypes.sizeof(x) for x in (Operand, Layout, Partial, Call)]
+        sizes.insert(2, 8 * (TABLE + 1))
+        if list((c_int64 * 5).in_dll(functions, "relay_sizes")) != sizes:
             raise OSError(f"{path} was built from other sources: install vllm-relay again")
         functions.relay_isas.restype = functions.relay_isa.restype = c_char_p
         functions.relay_use_isa.argtypes = (c_char_p,)
-        functions.relay_attend.argtypes = (POINTER(Call),)
-        functions.relay_fuse.argtypes = (POINTER(FuseCall),)
         functions.relay_packed.argtypes = (c_int64, c_int64, c_int64, POINTER(Layout))
         functions.relay_packed.restype = c_int64
-        functions.relay_pack.argtypes = (
-            *(c_int64, c_int64, c_int64, POINTER(Layout), c_void_p, POINTER(Layout)),
-            *(c_int64, c_void_p),
-        )
-        for name in ("relay_attend", "relay_fuse", "relay_pack"):
-            getattr(functions, name).restype = c_int
+        self.attend, self.fuse = functions.relay_attend, functions.relay_fuse
+        self.pack = functions.relay_pack
+        self.attend.argtypes = self.fuse.argtypes = (POINTER(Call),)
+        self.pack.argtypes = (POINTER(Call), POINTER(Layout))
+        for function in (self.attend, self.fuse, self.pack):
+            function.restype = _raise_error
         self._functions = functions
         self.parallel = _openmp()
 
@@ -129,49 +142,10 @@ class Library:
         if not self._functions.relay_use_isa(name.encode()):
             raise ValueError(f"no instruction set {name!r}, only {', '.join(self.isas)}")
 
-    def attend(self, call: Call) -> None:
-        """Attend to every sequence of the call and, if it says so, fuse their partials.
-
-        Raises:
-            ValueError: a block id lies outside the KV cache.
-        """
-        self._check(self._functions.relay_attend(call))
-
-    def fuse(self, call: FuseCall) -> None:
-        """Fuse partials by their LSE."""
-        self._check(self._functions.relay_fuse(call))
-
     def packed(self, dtype: int, head_size: int, tokens: int) -> tuple[Layout, int]:
         """Strides of packed keys and values, and the bytes of each of the two per KV head."""
         layout = Layout()
         return layout, int(self._functions.relay_packed(dtype, head_size, tokens, layout))
-
-    def pack(
-        self,
-        dtype: int,
-        head_size: int,
-        kv_heads: int,
-        source: Layout,
-        sequence: int,
-        target: Layout,
-    ) -> None:
-        """Pack the keys and values of the ``relay_sequence`` at address `sequence`.
-
-        Raises:
-            ValueError: a block id lies outside the KV cache.
-        """
-        self._check(
-            self._functions.relay_pack(
-                *(dtype, head_size, kv_heads, source, sequence, target),
-                *(torch.get_num_threads(), self.parallel),
-            )
-        )
-
-    @staticmethod
-    def _check(error: int) -> None:
-        if error:
-            kind, text = _ERRORS[error]
-            raise kind(f"CPU kernels: {text}")
 
 
 def _openmp() -> int | None:
@@ -204,7 +178,7 @@ def library() -> Library | str:
         if not path.exists():
             raise OSError("vllm-relay was installed without them (no C++ compiler)")
         found = Library(str(path))
-    except (OSError, AttributeError) as error:
+    except (OSError, AttributeError, ValueError) as error:
         _logger.warning("relay: no CPU kernels, every step is vLLM's own: %s", error)
         return str(error)
     if wanted:

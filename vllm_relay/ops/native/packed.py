@@ -1,5 +1,7 @@
 """Packed segments: keys and values in the order in which the CPU kernels multiply them."""
 
+import ctypes
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -45,7 +47,18 @@ class PackedSegment:
         if table is not None:
             table = np.ascontiguousarray(table, dtype=np.int32)
             sequence[native.TABLE] = table.ctypes.data
-        library.pack(code, head_size, kv_heads, source, sequence.ctypes.data, self.layout)
+        call = native.Call(
+            dtype=code,
+            kv_heads=kv_heads,
+            head_size=head_size,
+            threads=torch.get_num_threads(),
+            layouts=ctypes.pointer(source),
+            sequences=sequence.ctypes.data,
+            num_layouts=1,
+            num_sequences=1,
+            parallel=library.parallel,
+        )
+        library.pack(call, self.layout)
 
     @property
     def nbytes(self) -> int:

@@ -7,7 +7,6 @@
 
 #include RELAY_TEXT(../isa/RELAY_ISA.h)
 #include "attend.h"
-#include "fuse.h"
 
 namespace relay {
 namespace {

@@ -22,10 +22,6 @@ constexpr int register_vectors_in_place(int rows) { return register_vectors(rows
 namespace relay {
 namespace {
 
-using any_isa::exp2;
-using any_isa::reduce_add;
-using any_isa::reduce_max;
-
 // p: [W]
 RELAY_INLINE vf widen(const f16* p) {
   vh x;
