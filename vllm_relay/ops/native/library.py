@@ -219,30 +219,19 @@ def packs_pairs_of_16(dtype: torch.dtype) -> bool:
     return layout.k.stride == 32
 
 
-def operand(x: Tensor, tokens: int, channels: int, heads: int, blocks: int | None) -> Operand:
-    """Address and strides of keys; for values ROWS and ACROSS are the other way round.
-
-    Args:
-        x: keys or values, tokens or channels adjacent in memory.
-        tokens, channels, heads, blocks: the dims of x; blocks is None if x is not paged.
-    """
-    strides = x.stride()
-    adjacent = strides[channels] == 1
-    return Operand(
-        base=x.data_ptr(),
-        stride=strides[tokens] if adjacent else strides[channels],
-        head=strides[heads],
-        block=0 if blocks is None else strides[blocks],
-        kind=ACROSS if adjacent else ROWS,
-    )
-
-
 def layout_of(k: Tensor, v: Tensor, paged: bool) -> Layout:
     """Layout of keys and values ``[S, Hkv, D]`` or, paged, ``[num_blocks, block_size, Hkv, D]``."""
-    dims = (1, 3, 2, 0) if paged else (0, 2, 1, None)
-    keys, values = operand(k, *dims), operand(v, *dims)
-    values.kind = ROWS if values.kind == ACROSS else ACROSS
-    return Layout(keys, values, k.shape[1] if paged else 0, k.shape[0] if paged else 0)
+    if not paged:
+        k, v = k[None], v[None]
+    keys, values = _operand(k, (ACROSS, ROWS)), _operand(v, (ROWS, ACROSS))
+    return Layout(keys, values, k.shape[1] if paged else 0, k.shape[0])
+
+
+def _operand(x: Tensor, kinds: tuple[int, int]) -> Operand:
+    """kinds: where the channels of ``x [num_blocks, block_size, Hkv, D]``, or the tokens, adjoin."""
+    block, token, head, channel = x.stride()
+    stride, kind = (token, kinds[0]) if channel == 1 else (channel, kinds[1])
+    return Operand(base=x.data_ptr(), stride=stride, head=head, block=block, kind=kind)
 
 
 def readable(x: Tensor, tokens: int) -> bool:

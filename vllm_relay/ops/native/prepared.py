@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_relay.ops.native import library as native
-from vllm_relay.ops.native.library import Call, Layout, Partial, Rows
+from vllm_relay.ops.native.library import Call, Layout, Partial
 
 
 class PreparedAttention:
@@ -53,6 +53,7 @@ class PreparedAttention:
             num_sequences=len(sequences),
             parallel=self._library.parallel,
         )
+        self._query, self._fused = self._call.q, self._call.fused  # views of the call
 
     def run(self, query: Tensor, fused: Tensor | None = None) -> None:
         """Attend and, into `fused`, merge the partials.
@@ -63,9 +64,11 @@ class PreparedAttention:
         Raises:
             ValueError: a block id lies outside the cache.
         """
-        self._call.q = Rows.of(query)
+        rows = self._query
+        rows.base, rows.token, rows.head = query.data_ptr(), query.stride(0), query.stride(1)
         if fused is not None:
-            self._call.fused = Rows.of(fused)
+            rows = self._fused
+            rows.base, rows.token, rows.head = fused.data_ptr(), fused.stride(0), fused.stride(1)
         self._library.attend(self._call)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_relay.ops.native import library as native
 from vllm_relay.ops.native.prepared import PreparedAttention, sequences_of
-from vllm_relay.plan import Part, Plan
+from vllm_relay.plan import Plan
 
 
 class NativeStep:
@@ -38,7 +38,10 @@ class NativeStep:
     ) -> None:
         order, places = _order(plan.index)
         tokens, partials = len(order), len(plan.levels) + 1
-        parts = [_sequences(part, index) for index, part in enumerate((*plan.levels, plan.context))]
+        parts = [
+            sequences_of(x.block_table, x.query_start_loc, x.seq_lens, causal=x.causal, partial=i)
+            for i, x in enumerate((*plan.levels, plan.context))
+        ]
         # The context's tokens are in the order of the batch, the step's in that of the groups.
         context = parts[-1]
         context[:, native.FIRST] = np.append(places, tokens)[context[:, native.FIRST]]
@@ -71,18 +74,8 @@ class NativeStep:
         Raises:
             ValueError: a block id lies outside the cache.
         """
-        self.call.layouts[: 1 + len(segments)] = [cache, *segments]
+        self.call.layouts[:] = (cache, *segments)
         self.call.run(query, out)
-
-
-def _sequences(part: Part[NDArray[np.int32]], partial: int) -> NDArray[np.int64]:
-    return sequences_of(
-        part.block_table,
-        part.query_start_loc,
-        part.seq_lens,
-        causal=part.causal,
-        partial=partial,
-    )
 
 
 def _order(index: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
