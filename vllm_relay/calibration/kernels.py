@@ -99,5 +99,5 @@ def _layout(probe: Probe, layer: Any) -> native.Layout:
 
 
 def _pack(probe: Probe, layout: native.Layout, table: np.ndarray) -> PackedSegment:
-    impl, tokens = probe.impl, len(table) * probe.block
-    return PackedSegment(layout, impl.num_kv_heads, impl.head_size, probe.dtype, tokens, table)
+    impl = probe.impl
+    return PackedSegment(layout, impl.num_kv_heads, impl.head_size, probe.dtype, table)

@@ -92,7 +92,7 @@ int relay_fuse(const relay_call* call);
 /* Returns the bytes of one packed operand of one KV head; writes its strides to layout. */
 int64_t relay_packed(int64_t dtype, int64_t head_size, int64_t tokens, relay_layout* layout);
 
-/* Packs the keys and values of the one sequence, of all KV heads, into `to` with strides of
+/* Packs the keys and values of the one paged sequence, of all KV heads, into `to` with strides of
    relay_packed. Returns a relay_error. */
 int relay_pack(const relay_call* call, const relay_layout* to);
 

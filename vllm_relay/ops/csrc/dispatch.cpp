@@ -1,7 +1,10 @@
+// The C ABI: the choice of instruction set.
+//
 // setup.py defines RELAY_ISAS: ISA(name, needs) for each isa/*.h that it compiled, best first.
 #include <string.h>
 
 #include <atomic>
+#include <string>
 
 #include "kernels.h"
 
@@ -37,6 +40,12 @@ std::vector<const Kernels*> find_kernels() {
   return found;
 }
 
+// Those that were compiled and that this machine has, best first; never empty.
+const std::vector<const Kernels*>& usable_kernels() {
+  static const std::vector<const Kernels*> found = find_kernels();
+  return found;
+}
+
 std::atomic<const Kernels*>& active() {
   static std::atomic<const Kernels*> kernels{usable_kernels().front()};
   return kernels;
@@ -44,21 +53,27 @@ std::atomic<const Kernels*>& active() {
 
 }  // namespace
 
-const std::vector<const Kernels*>& usable_kernels() {
-  static const std::vector<const Kernels*> found = find_kernels();
-  return found;
-}
-
 const Kernels& active_kernels() { return *active().load(std::memory_order_relaxed); }
 
-bool choose_kernels(const char* name) {
-  for (const Kernels* kernels : usable_kernels()) {
-    if (!strcmp(kernels->name, name)) {
-      active() = kernels;
-      return true;
-    }
-  }
-  return false;
+}  // namespace relay
+
+const char* relay_isas(void) {
+  static const std::string names = [] {
+    std::string text;
+    for (const relay::Kernels* kernels : relay::usable_kernels())
+      text += std::string(text.empty() ? "" : " ") + kernels->name;
+    return text;
+  }();
+  return names.c_str();
 }
 
-}  // namespace relay
+const char* relay_isa(void) { return relay::active_kernels().name; }
+
+int relay_use_isa(const char* name) {
+  for (const relay::Kernels* kernels : relay::usable_kernels()) {
+    if (strcmp(kernels->name, name)) continue;
+    relay::active() = kernels;
+    return 1;
+  }
+  return 0;
+}

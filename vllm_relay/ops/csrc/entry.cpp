@@ -1,6 +1,5 @@
-// The C ABI: attention, fusion, packing, the choice of instruction set.
+// The C ABI: attention, fusion, packing. The choice of instruction set is in dispatch.cpp.
 #include <new>
-#include <string>
 
 #include "kernels.h"
 #include "threads.h"
@@ -82,13 +81,12 @@ int relay_attend(const relay_call* given) try {
 int relay_fuse(const relay_call* given) {
   const relay_call& call = *given;
   const Kernels& kernels = active_kernels();
-  const auto& fuse = call.partial_dtype == call.dtype ? kernels.fuse : kernels.fuse_float;
   // Elements read; fewer take less time than waking a thread.
   const int64_t elements = call.tokens * call.heads * call.head_size * call.num_partials;
   int64_t parts = elements < 1 << 15 ? 1 : min(call.threads, call.tokens);
   if (parts < 1) parts = 1;
   in_parallel(call, parts, [&](int64_t i) {
-    fuse[call.dtype](call, call.tokens * i / parts, call.tokens * (i + 1) / parts);
+    kernels.fuse[call.dtype](call, call.tokens * i / parts, call.tokens * (i + 1) / parts);
   });
   return RELAY_OK;
 }
@@ -109,45 +107,28 @@ int relay_pack(const relay_call* given, const relay_layout* to) {
   const relay_layout& from = *call.layouts;
   const Kernels& kernels = active_kernels();
   const int64_t width = kernels.panel_columns, each = kernels.packed_steps[call.dtype];
-  const int64_t paged = from.block_tokens;
-  const int64_t run = paged ? paged : TILE_SLOTS;  // tokens packed at once
-  const auto pack_run = [&](const relay_operand& source, const relay_operand& target, bool keys,
-                            int64_t head, int64_t index) {
-    const int64_t first = index * run, tokens = min(run, sequence.keys - first);
-    int64_t read = head * source.head;
-    read += paged ? sequence.table[index] * source.block
-                  : token_offset(source, keys, first, width, each);
+  const auto pack_block = [&](const relay_operand& source, const relay_operand& target, bool keys,
+                              int64_t head, int64_t index) {
+    const int64_t first = index * from.block_tokens;
+    const int64_t tokens = min(from.block_tokens, sequence.keys - first);
+    const int64_t read = head * source.head + sequence.table[index] * source.block;
     const int64_t written = head * target.head + token_offset(target, keys, first, width, each);
     const int64_t element = bytes_of(call.dtype);
     kernels.pack[call.dtype]((char*)target.base + written * element, target,
                              (const char*)source.base + read * element, source,
                              keys ? call.head_size : tokens, keys ? tokens : call.head_size);
   };
-  // Runs outermost: the heads of a block are adjacent.
-  const int64_t heads = call.kv_heads, all = ceil_div(sequence.keys, run) * heads;
+  // Blocks outermost: the heads of a block are adjacent.
+  const int64_t heads = call.kv_heads, all = ceil_div(sequence.keys, from.block_tokens) * heads;
   const int64_t parts = call.threads < 1 ? 1 : call.threads;
   in_parallel(call, parts, [&](int64_t i) {
     for (int64_t j = all * i / parts; j < all * (i + 1) / parts; ++j) {
-      pack_run(from.k, to->k, true, j % heads, j / heads);
-      pack_run(from.v, to->v, false, j % heads, j / heads);
+      pack_block(from.k, to->k, true, j % heads, j / heads);
+      pack_block(from.v, to->v, false, j % heads, j / heads);
     }
   });
   return RELAY_OK;
 }
-
-const char* relay_isas(void) {
-  static const std::string names = [] {
-    std::string text;
-    for (const Kernels* kernels : usable_kernels())
-      text += std::string(text.empty() ? "" : " ") + kernels->name;
-    return text;
-  }();
-  return names.c_str();
-}
-
-const char* relay_isa(void) { return active_kernels().name; }
-
-int relay_use_isa(const char* name) { return choose_kernels(name); }
 
 const int64_t relay_sizes[5] = {sizeof(relay_operand), sizeof(relay_layout), sizeof(relay_sequence),
                                 sizeof(relay_partial), sizeof(relay_call)};

@@ -94,9 +94,12 @@ inline Accumulator accumulator_in(float* memory, int64_t head_size) {
   return {memory, row_max, row_max + MAX_ROWS};
 }
 
+inline bool same_unit(const WorkIndex& a, const WorkIndex& b) {
+  return a.sequence == b.sequence && a.row_block == b.row_block && a.kv_head == b.kv_head;
+}
+
 inline bool same(const WorkIndex& a, const WorkIndex& b) {
-  return a.sequence == b.sequence && a.row_block == b.row_block && a.kv_head == b.kv_head &&
-         a.tile == b.tile;
+  return same_unit(a, b) && a.tile == b.tile;
 }
 
 inline int64_t tile_keys_of(const relay_layout& layout) {

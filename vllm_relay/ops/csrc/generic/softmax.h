@@ -12,8 +12,8 @@ constexpr float LOG2E = 1.44269504f, LN2 = 0.693147181f;
 
 RELAY_INLINE float exp2(float x) { return exp2(broadcast(x))[0]; }
 
-// Adds a tile's scores to a row's softmax and writes their weights over them. Returns 2 ** (m - m'),
-// the factor for the row's output so far.
+// Adds a tile's scores to a row's softmax and writes their weights over them. Returns the factor for
+// the row's output so far, 2 ** (m - m').
 //   scores:  [count], a multiple of 2 W; then Dot<T>::Weight [count / Dot::steps]
 //   row_max: m, row_sum: l of the tiles before
 template <class T>
@@ -98,7 +98,7 @@ void merge_parts(const relay_call& call, const Unit& unit, const Accumulator* pa
 // Relay fusion: partials merged by their LSE (RelayAttention, arXiv 2402.14808, eq. 7-12).
 // out = sum_p out_p exp(lse_p) / sum_p exp(lse_p), for tokens [from, to) of the call.
 template <class In, class Out>
-void fuse(const relay_call& call, int64_t from, int64_t to) {
+void fuse_partials(const relay_call& call, int64_t from, int64_t to) {
   float total[MAX_HEAD_SIZE];
   for (int64_t token = from; token < to; ++token) {
     for (int64_t head = 0; head < call.heads; ++head) {
@@ -129,6 +129,15 @@ void fuse(const relay_call& call, int64_t from, int64_t to) {
       for (int64_t d = 0; d < call.head_size; d += W) narrow(load(total + d) * inverse, fused + d);
     }
   }
+}
+
+// Kernels::fuse.
+template <class T>
+void fuse(const relay_call& call, int64_t from, int64_t to) {
+  if (call.partial_dtype == RELAY_F32)
+    fuse_partials<float, T>(call, from, to);
+  else
+    fuse_partials<T, T>(call, from, to);
 }
 
 }  // namespace

@@ -41,11 +41,13 @@ struct Scratch {
 };
 
 // Packs keys or values, W columns at a time; steps and columns beyond those given become zeros.
-//   to:   [panels, steps / Dot::steps, W, Dot::steps], strides in `panels`
-//   from: [steps, columns], strides and order in `operand`
+//   packed: [panels, steps / Dot::steps, W, Dot::steps], strides in `panels`
+//   given:  [steps, columns], strides and order in `operand`
 template <class T>
-void pack(T* to, const relay_operand& panels, const T* from, const relay_operand& operand,
-          int64_t steps, int64_t columns) {
+void pack(void* packed, const relay_operand& panels, const void* given,
+          const relay_operand& operand, int64_t steps, int64_t columns) {
+  T* to = (T*)packed;
+  const T* from = (const T*)given;
   constexpr int EACH = Dot<T>::steps;
   if (operand.kind == RELAY_PANELS) {  // of the same width: copied
     for (int64_t c = 0; c < columns; c += W)
@@ -151,7 +153,7 @@ void pack_tile(Tile<T>& tile, Scratch<T>& scratch, int64_t head_size) {
     for (int i = 0; i < tile.count; ++i) {
       Run<T>& run = tile.runs[i];
       T* to = scratch.packed[which] + run.slot * head_size;
-      pack(to, panels, run.at[which], operand, which == KEYS ? head_size : run.tokens,
+      pack<T>(to, panels, run.at[which], operand, which == KEYS ? head_size : run.tokens,
            which == KEYS ? run.tokens : head_size);
       run.at[which] = to;
     }
