@@ -140,9 +140,7 @@ def _axis(offsets: torch.Tensor) -> _Axis | None:
     """The two-level strides that give ``offsets [n]`` with the smallest inner run, or None."""
     size = len(offsets)
     index = torch.arange(size)
-    for inner in range(1, size + 1):
-        if size % inner:
-            continue
+    for inner in (n for n in range(1, size + 1) if size % n == 0):
         outer_stride = int(offsets[inner]) if inner < size else 0
         inner_stride = int(offsets[1]) if inner > 1 else 0
         if torch.equal((index // inner) * outer_stride + (index % inner) * inner_stride, offsets):

@@ -41,26 +41,19 @@ std::vector<const Kernels*> find_kernels() {
 }
 
 // Those that were compiled and that this machine has, best first; never empty.
-const std::vector<const Kernels*>& usable_kernels() {
-  static const std::vector<const Kernels*> found = find_kernels();
-  return found;
-}
-
-std::atomic<const Kernels*>& active() {
-  static std::atomic<const Kernels*> kernels{usable_kernels().front()};
-  return kernels;
-}
+const std::vector<const Kernels*> usable = find_kernels();
+std::atomic<const Kernels*> active{usable.front()};
 
 }  // namespace
 
-const Kernels& active_kernels() { return *active().load(std::memory_order_relaxed); }
+const Kernels& active_kernels() { return *active.load(std::memory_order_relaxed); }
 
 }  // namespace relay
 
 const char* relay_isas(void) {
   static const std::string names = [] {
     std::string text;
-    for (const relay::Kernels* kernels : relay::usable_kernels())
+    for (const relay::Kernels* kernels : relay::usable)
       text += std::string(text.empty() ? "" : " ") + kernels->name;
     return text;
   }();
@@ -70,9 +63,9 @@ const char* relay_isas(void) {
 const char* relay_isa(void) { return relay::active_kernels().name; }
 
 int relay_use_isa(const char* name) {
-  for (const relay::Kernels* kernels : relay::usable_kernels()) {
+  for (const relay::Kernels* kernels : relay::usable) {
     if (strcmp(kernels->name, name)) continue;
-    relay::active() = kernels;
+    relay::active = kernels;
     return 1;
   }
   return 0;

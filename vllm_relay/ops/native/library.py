@@ -134,11 +134,7 @@ class Library:
         return str(self._functions.relay_isa().decode())
 
     def use_isa(self, name: str) -> None:
-        """Use another instruction set; segments packed before cannot be read then.
-
-        Raises:
-            ValueError: the library or the machine lacks it.
-        """
+        """Use another instruction set, if there is; segments packed before cannot be read then."""
         if not self._functions.relay_use_isa(name.encode()):
             raise ValueError(f"no instruction set {name!r}, only {', '.join(self.isas)}")
 
@@ -149,12 +145,9 @@ class Library:
 
 
 def _openmp() -> int | None:
-    """Address of GOMP_parallel in torch's OpenMP runtime, be it GNU's, LLVM's or Intel's.
-
-    None if there is no such runtime: the kernels then use one thread.
-    """
+    """Address of GOMP_parallel in torch's OpenMP runtime; None, for one thread, if it has none."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    # The order in which torch's own calls are resolved: preloaded libraries, then linked ones.
+    # GNU's, LLVM's or Intel's. Torch's own calls look into preloaded libraries, then linked ones.
     for place in (None, str(library)):
         try:
             return ctypes.cast(ctypes.CDLL(place).GOMP_parallel, c_void_p).value
@@ -167,8 +160,7 @@ def _openmp() -> int | None:
 def library() -> Library | str:
     """The kernels, or the reason why there are none, which is also logged, once.
 
-    Raises:
-        ValueError: VLLM_RELAY_CPU_ISA names an instruction set that the machine or library lacks.
+    ValueError where VLLM_RELAY_CPU_ISA names an instruction set that machine or library lacks.
     """
     wanted = os.environ.get(_ISA)
     if wanted == "none":
@@ -190,11 +182,7 @@ def library() -> Library | str:
 
 
 def loaded() -> Library:
-    """The kernels.
-
-    Raises:
-        ValueError: there are none; the message has the reason.
-    """
+    """The kernels; ValueError with the reason where there are none."""
     found = library()
     if isinstance(found, str):
         raise ValueError(found)
@@ -228,7 +216,7 @@ def layout_of(k: Tensor, v: Tensor, paged: bool) -> Layout:
 
 
 def _operand(x: Tensor, kinds: tuple[int, int]) -> Operand:
-    """kinds: where the channels of ``x [num_blocks, block_size, Hkv, D]``, or the tokens, adjoin."""
+    """kinds: of ``x [num_blocks, block_size, Hkv, D]`` with adjacent channels, adjacent tokens."""
     block, token, head, channel = x.stride()
     stride, kind = (token, kinds[0]) if channel == 1 else (channel, kinds[1])
     return Operand(base=x.data_ptr(), stride=stride, head=head, block=block, kind=kind)

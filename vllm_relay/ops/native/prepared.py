@@ -56,14 +56,7 @@ class PreparedAttention:
         self._query, self._fused = self._call.q, self._call.fused  # views of the call
 
     def run(self, query: Tensor, fused: Tensor | None = None) -> None:
-        """Attend and, into `fused`, merge the partials.
-
-        Args:
-            query, fused: ``[T, Hq, D]``, channels adjacent.
-
-        Raises:
-            ValueError: a block id lies outside the cache.
-        """
+        """Attend and, into `fused`, merge the partials; both ``[T, Hq, D]``, channels adjacent."""
         rows = self._query
         rows.base, rows.token, rows.head = query.data_ptr(), query.stride(0), query.stride(1)
         if fused is not None:

@@ -74,7 +74,7 @@ class NativeStep:
         Raises:
             ValueError: a block id lies outside the cache.
         """
-        self.call.layouts[:] = (cache, *segments)
+        self.call.layouts[:] = [cache, *segments]
         self.call.run(query, out)
 
 
