@@ -66,7 +66,9 @@ class Partial(Structure):
     @classmethod
     def array(cls, outs: Iterable[Tensor], lses: Iterable[Tensor]) -> "Array[Partial]":
         """Partials out ``[T, H, D]``, lse ``[H, T]`` float32; the caller keeps the tensors."""
-        found = [cls(Rows.of(out), Rows.of(lse.T)) for out, lse in zip(outs, lses, strict=True)]
+        found = []
+        for out, lse in zip(outs, lses, strict=True):
+            found.append(cls(Rows.of(out), Rows(lse.data_ptr(), lse.stride(1), lse.stride(0))))
         return (cls * len(found))(*found)
 
 

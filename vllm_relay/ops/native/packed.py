@@ -7,7 +7,6 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_relay.ops.native import library as native
-from vllm_relay.ops.native.prepared import sequences_of
 
 
 class PackedSegment:
@@ -35,20 +34,21 @@ class PackedSegment:
             raise ValueError(f"blocks of {source.block_tokens} tokens cannot be packed")
         library, code = native.loaded(), native.DTYPES[dtype]
         table = np.ascontiguousarray(table, dtype=np.int32)
-        tokens = np.array([len(table) * source.block_tokens])
-        self.layout, nbytes = library.packed(code, head_size, int(tokens[0]))
+        tokens = len(table) * source.block_tokens
+        self.layout, nbytes = library.packed(code, head_size, tokens)
         self._memory = torch.empty(2 * kv_heads * nbytes, dtype=torch.uint8)
         self.layout.k.base = self._memory.data_ptr()
         self.layout.v.base = self._memory.data_ptr() + kv_heads * nbytes
         self._bytes_per_token = head_size * dtype.itemsize
-        sequences = sequences_of(table[None], np.zeros(2, dtype=np.int64), tokens, causal=False)
+        sequence = np.zeros(native.TABLE + 1, dtype=np.int64)
+        sequence[native.KEYS], sequence[native.TABLE] = tokens, table.ctypes.data
         call = native.Call(
             dtype=code,
             kv_heads=kv_heads,
             head_size=head_size,
             threads=torch.get_num_threads(),
             layouts=ctypes.pointer(source),
-            sequences=sequences.ctypes.data,
+            sequences=sequence.ctypes.data,
             num_layouts=1,
             num_sequences=1,
             parallel=library.parallel,
