@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.harness.kv_rows import copy_rows
 from benchmarks.harness.roofline import gemm_rate, read_rate
 from vllm_relay.calibration import kernels
 from vllm_relay.calibration.probe import Probe, Shape
@@ -97,7 +98,7 @@ def _torch_flash(probe: Probe, query: torch.Tensor, table: np.ndarray) -> Call:
     for layer in probe.layers:
         cache = probe.cache(layer)
         keys, values = cache.new_empty(shape), cache.new_empty(shape)
-        layer.impl._layout.copy_rows(cache, table.tolist(), keys, values)
+        copy_rows(layer.impl._layout, cache, table.tolist(), keys, values)
         segments[layer.layer_name] = keys[None], values[None]
     # The query heads of one KV head are rows of one product: K and V are read once per KV head.
     rows = query.transpose(0, 1).reshape(1, impl.num_kv_heads, -1, impl.head_size)
@@ -154,7 +155,7 @@ def _exact(
         if before is None or before[0] != ids.tobytes():
             shape = (impl.num_kv_heads, len(ids) * probe.block, impl.head_size)
             k, v = cache.new_empty(shape), cache.new_empty(shape)
-            layer.impl._layout.copy_rows(cache, ids.tolist(), k, v)
+            copy_rows(layer.impl._layout, cache, ids.tolist(), k, v)
             before = (ids.tobytes(), k.float().transpose(0, 1), v.float().transpose(0, 1))
         _, k, v = before
         mine = query[row * queries : (row + 1) * queries]

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness.force_tokens import ForceTokens  # noqa: F401
+from benchmarks.harness.kv_rows import copy_rows
 from vllm_relay.ops.fusion.native import fuse
 from vllm_relay.ops.native import library as native
 
@@ -34,7 +35,7 @@ def _wrong_sequences(change: Callable[[np.ndarray], None]) -> Callable[[Any], An
         class Wrong(stock):
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 super().__init__(*args, **kwargs)
-                sequences = self._kept[0]
+                sequences = self.call.sequences
                 segments = sequences[:, native.CAUSAL] == 0
                 wrong = sequences[segments]
                 change(wrong)
@@ -62,15 +63,11 @@ def _wrong_native_lse(which: slice) -> Callable[[Any], Any]:
     def planted(stock: Any) -> Any:
         class Wrong(stock):
             def run(self, query: Any, cache: Any, segments: Any, out: Any) -> None:
-                self._lse.fill_(-torch.inf)
-                attend, library = self._library.attend, self._library
-                with mock.patch.object(library, "attend") as called:
-                    super().run(query, cache, segments, out)
-                (call,) = called.call_args.args
-                call.fused = None
-                attend(call)
-                self._lse[which] += 0.1
-                fuse(list(self._out), list(self._lse), out, torch.from_numpy(self._kept[2]))
+                self.call.lse.fill_(-torch.inf)
+                self.call.layouts[:] = [cache, *segments]
+                self.call.run(query)
+                self.call.lse[which] += 0.1
+                fuse(list(self.call.out), list(self.call.lse), out, torch.from_numpy(self.order))
 
         return Wrong
 
@@ -198,7 +195,7 @@ class WorkerExtension:
             layout = find_layout(write, heads, block_size, impl.head_size, cache.dtype)
             tokens = len(block_ids) * block_size
             rows = [torch.empty(heads, tokens, impl.head_size, dtype=cache.dtype) for _ in range(2)]
-            layout.copy_rows(cache, block_ids, *rows)
+            copy_rows(layout, cache, block_ids, *rows)
             # with more workers than heads, each holds the one there is
             first = min(get_tensor_model_parallel_rank() * heads, described.kv_heads - heads)
             for ours, theirs in zip(rows, file.tensors(described.name), strict=True):

@@ -114,7 +114,6 @@ class RelayImpl(CPUAttentionBackendImpl):
                 self.num_kv_heads,
                 self.head_size,
                 kv_cache.dtype,
-                len(block_ids) * kv_cache.shape[2],
                 block_ids,
             ),
         )

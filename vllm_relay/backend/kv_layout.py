@@ -41,21 +41,6 @@ class _Operand:
     token: _Axis
     channel: _Axis
 
-    def view(self, kv_cache: torch.Tensor) -> torch.Tensor:
-        """View ``[num_blocks, H, T1, T0, D1, D0]``; token ``t`` is ``[t // |T0|, t % |T0|]``."""
-        t, d = self.token, self.channel
-        return kv_cache.as_strided(
-            (*kv_cache.shape[:2], t.size // t.inner, t.inner, d.size // d.inner, d.inner),
-            (
-                *kv_cache.stride()[:2],
-                t.outer_stride,
-                t.inner_stride,
-                d.outer_stride,
-                d.inner_stride,
-            ),
-            kv_cache.storage_offset() + self.offset,
-        )
-
     def for_kernels(self, kv_cache: torch.Tensor, columns: _Axis, steps: _Axis) -> Operand | None:
         """The operand as the CPU kernels read it; None where they cannot.
 
@@ -103,24 +88,6 @@ class BlockLayout:
             return None
         return Layout(key, value, block_size, blocks)
 
-    def copy_rows(
-        self, kv_cache: torch.Tensor, block_ids: list[int], keys: torch.Tensor, values: torch.Tensor
-    ) -> None:
-        """Copy blocks into row-major keys and values.
-
-        Args:
-            kv_cache: ``[num_blocks, H, block_size, 2 * D]``, the engine's view.
-            block_ids: blocks to copy, in order.
-            keys, values: ``[H, len(block_ids) * block_size, D]``, written.
-        """
-        for operand, rows in ((self.key, keys), (self.value, values)):
-            source = operand.view(kv_cache)
-            # [H, T, D] -> [H, blocks, T1, T0, D1, D0], as the source is per block
-            target = rows.unflatten(1, (len(block_ids), -1, operand.token.inner))
-            target = target.unflatten(4, (-1, operand.channel.inner))
-            for i, block_id in enumerate(block_ids):
-                target[:, i].copy_(source[block_id])
-
 
 def find_layout(
     write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None],
@@ -155,11 +122,8 @@ def find_layout(
     if not torch.equal(where.sort().values, torch.arange(2 * count)):
         return None
     position = where.argsort()
-    key_layout = _operand(position[:count].view(block_size, head_size))
-    value_layout = _operand(position[count:].view(block_size, head_size))
-    if key_layout is None or value_layout is None:
-        return None
-    return BlockLayout(key_layout, value_layout)
+    keys, values = (_operand(x) for x in position.view(2, block_size, head_size))
+    return BlockLayout(keys, values) if keys and values else None
 
 
 def _operand(position: torch.Tensor) -> _Operand | None:
@@ -176,9 +140,7 @@ def _axis(offsets: torch.Tensor) -> _Axis | None:
     """The two-level strides that give ``offsets [n]`` with the smallest inner run, or None."""
     size = len(offsets)
     index = torch.arange(size)
-    for inner in range(1, size + 1):
-        if size % inner:
-            continue
+    for inner in (n for n in range(1, size + 1) if size % n == 0):
         outer_stride = int(offsets[inner]) if inner < size else 0
         inner_stride = int(offsets[1]) if inner > 1 else 0
         if torch.equal((index // inner) * outer_stride + (index % inner) * inner_stride, offsets):

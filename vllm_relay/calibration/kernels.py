@@ -8,10 +8,10 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_relay.calibration.probe import Probe
-from vllm_relay.ops.attention.native import call_for, make_results
 from vllm_relay.ops.fusion.native import fuse
 from vllm_relay.ops.native import library as native
 from vllm_relay.ops.native.packed import PackedSegment
+from vllm_relay.ops.native.prepared import PreparedAttention, sequences_of
 from vllm_relay.ops.step.native import NativeStep
 from vllm_relay.plan import Part, Plan
 
@@ -54,26 +54,25 @@ def system(
     """System attention of queries ``[T, Hq, D]`` to a segment of these blocks."""
     impl = probe.impl
     table = np.ascontiguousarray(table, dtype=np.int32)
-    sequence = np.zeros((1, native.TABLE + 1), dtype=np.int64)
-    sequence[0, native.QUERIES], sequence[0, native.KEYS] = len(query), len(table) * probe.block
-    sequence[0, native.TABLE] = table.ctypes.data
+    starts, lens = np.array([0, len(query)]), np.array([len(table) * probe.block])
+    sequences = sequences_of(table[None], starts, lens, causal=False)
     layouts = {layer.layer_name: _layout(probe, layer) for layer in probe.layers}
     segments = {}
     if packed:
         segments = {name: _pack(probe, layout, table) for name, layout in layouts.items()}
-
+        layouts = {name: segment.layout for name, segment in segments.items()}
     # Laid out once, as a step is.
-    layout = (native.Layout * 1)()
-    prepared = call_for(query, impl.num_kv_heads, impl.scale, layout, sequence)
-    results = make_results(prepared, query)
-    keep = (query, table, sequence)
+    out = query.new_empty(1, *query.shape)
+    prepared = PreparedAttention(
+        sequences, out, kv_heads=impl.num_kv_heads, dtype=query.dtype, scale=impl.scale
+    )
+    keep = (table, segments)
 
     def call() -> tuple[torch.Tensor, torch.Tensor]:
-        name = probe.next_layer().layer_name
-        layout[0] = segments[name].layout if packed else layouts[name]
         assert keep  # what the call has the addresses of
-        native.loaded().attend(prepared)
-        return results
+        prepared.layouts[0] = layouts[probe.next_layer().layer_name]
+        prepared.run(query)
+        return out[0], prepared.lse[0]
 
     return call
 
@@ -100,5 +99,5 @@ def _layout(probe: Probe, layer: Any) -> native.Layout:
 
 
 def _pack(probe: Probe, layout: native.Layout, table: np.ndarray) -> PackedSegment:
-    impl, tokens = probe.impl, len(table) * probe.block
-    return PackedSegment(layout, impl.num_kv_heads, impl.head_size, probe.dtype, tokens, table)
+    impl = probe.impl
+    return PackedSegment(layout, impl.num_kv_heads, impl.head_size, probe.dtype, table)

@@ -82,7 +82,7 @@ def _measure(probe: Probe) -> Measurement:
     work = [[1, partials * tokens * query] for partials, tokens in fusions]
     times = [probe.seconds(kernels.fusion(probe, *x)) for x in fusions]
     # Launches of its own it has none: fusion is part of the one call.
-    (_, fusion), errors["fusion"] = fit(np.array(work, dtype=float), times)
+    (_, fusion), errors["fusion"] = fit(work, times)
 
     blocks = min(8, probe.blocks - 1)
     copy = probe.seconds(kernels.copy(probe, blocks)) / (blocks * probe.block)
@@ -113,7 +113,6 @@ def _measure(probe: Probe) -> Measurement:
 
 
 def _kernel(constants: Iterable[float]) -> KernelCosts:
-    """Constants in the order of `_work`."""
     return KernelCosts(**dict(zip(_TERMS, constants, strict=True)))
 
 

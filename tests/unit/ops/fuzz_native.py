@@ -117,8 +117,8 @@ def check_step(rng: random.Random, seed: int) -> None:
         level.append(Group(Segment(0, blocks), members))
         packed.append(rng.random() < 0.5)
         if packed[-1]:
-            table = step.block_table[members[0]].numpy()
-            segments.append(PackedSegment(layout, kv_heads, size, dtype, blocks * block, table))
+            table = step.block_table[members[0], :blocks].numpy()
+            segments.append(PackedSegment(layout, kv_heads, size, dtype, table))
     plan = make_plan(
         Forest((tuple(level),), len(lens), block),
         step.block_table.numpy(),

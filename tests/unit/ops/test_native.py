@@ -14,6 +14,7 @@ from tests.unit.ops import fuzz_native, inputs, sanitized
 from vllm_relay.ops import context_attention, providers, reference, system_attention
 from vllm_relay.ops.attention import native as attention
 from vllm_relay.ops.native import library as native
+from vllm_relay.ops.native.prepared import sequences_of
 
 pytestmark = pytest.mark.skipif(
     isinstance(native.library(), str), reason=f"no CPU kernels: {native.library()}"
@@ -115,7 +116,7 @@ def test_a_block_that_does_not_exist_is_refused_before_it_is_read() -> None:
     layout = native.layout_of(step.k_cache, step.v_cache, paged=True)
     for bad in (-1, len(step.k_cache), 2**31 - 1):
         table = np.array([[0, bad]], dtype=np.int32)
-        sequences = attention.context_sequences(table, np.array([40]), np.array([0, 1]))
+        sequences = sequences_of(table, np.array([0, 1]), np.array([40]), causal=True)
         with pytest.raises(ValueError, match="block id"):
             attention.attend_once(step.q, 2, 1.0, layout, sequences)
         step.block_table[0, 1] = bad

@@ -51,58 +51,50 @@ typedef struct {
 /* Runs fn(data) on this many threads and waits: GOMP_parallel of the runtime that torch uses. */
 typedef void (*relay_parallel)(void (*fn)(void*), void* data, unsigned threads, unsigned flags);
 
+/* The row of each (token, head): at base + token * `token` + head * `head`. */
 typedef struct {
-  int64_t dtype, out_dtype;
+  void* base;
+  int64_t token, head;
+} relay_rows;
+
+/* One attention result. */
+typedef struct {
+  relay_rows out; /* [tokens, heads, D], partial_dtype */
+  relay_rows lse; /* [tokens, heads], float */
+} relay_partial;
+
+/* Packing reads dtype, KV heads, layouts and sequences; fusion alone reads partials and fused. */
+typedef struct {
+  int64_t dtype, partial_dtype;       /* the same, or partial_dtype is RELAY_F32 */
   int64_t heads, kv_heads, head_size; /* head_size: a multiple of 16, at most 256 */
-  int64_t tokens, partials, threads;
+  int64_t tokens, threads;
   double scale;
-  const void* q; /* [tokens, heads, D], dtype */
-  int64_t q_token, q_head;
+  relay_rows q;          /* [rows, heads, D], dtype */
+  relay_rows fused;      /* [rows, heads, D], dtype; base NULL: partials are not fused. It may be
+                            one of the partials if places is NULL */
   const int64_t* places; /* [tokens], the row of each token in q and in fused; NULL: in order */
-  void* out;             /* [partials, tokens, heads, D], out_dtype */
-  int64_t out_partial, out_token, out_head;
-  float* lse; /* [partials, heads, tokens] */
-  int64_t lse_partial, lse_head, lse_token;
+  const relay_partial* partials;   /* [num_partials] */
   const relay_layout* layouts;     /* [num_layouts] */
   const relay_sequence* sequences; /* [num_sequences] */
-  int64_t num_layouts, num_sequences;
-  void* fused; /* [rows, heads, D], dtype, written at `places`; NULL: partials are not fused */
-  int64_t fused_token, fused_head;
+  int64_t num_partials, num_layouts, num_sequences;
   relay_parallel parallel;
 } relay_call;
 
-typedef struct {
-  int64_t dtype, fused_dtype; /* the same, or dtype is RELAY_F32 */
-  int64_t tokens, heads, head_size, partials, threads;
-  const void* const* outs;  /* [partials] of [tokens, heads, D], dtype */
-  const float* const* lses; /* [partials] of [heads, tokens] */
-  const int64_t* out_token; /* [partials], as the three below: strides of each */
-  const int64_t* out_head;
-  const int64_t* lse_token;
-  const int64_t* lse_head;
-  const int64_t* places; /* [tokens], the row of each token in fused; NULL: in order */
-  void* fused;           /* [rows, heads, D], fused_dtype; may be one of outs if places is NULL */
-  int64_t fused_token, fused_head;
-  relay_parallel parallel;
-} relay_fuse_call;
-
 enum relay_error { RELAY_OK = 0, RELAY_BAD_BLOCK = 1, RELAY_NO_MEMORY = 2 };
 
-/* Attends every sequence and writes its partial of out and lse. With fused, sets lse to -inf for
-   tokens that a partial lacks and fuses the partials. Returns a relay_error. */
+/* Attends every sequence and writes its partial. With fused, sets lse to -inf for tokens that a
+   partial lacks and fuses the partials. Returns a relay_error. */
 int relay_attend(const relay_call* call);
 
 /* Fuses partials by their LSE. Returns a relay_error. */
-int relay_fuse(const relay_fuse_call* call);
+int relay_fuse(const relay_call* call);
 
 /* Returns the bytes of one packed operand of one KV head; writes its strides to layout. */
 int64_t relay_packed(int64_t dtype, int64_t head_size, int64_t tokens, relay_layout* layout);
 
-/* Packs a sequence's keys and values, of all KV heads, into `to` with strides of relay_packed; of
-   the sequence, keys and table are read. Returns a relay_error. */
-int relay_pack(int64_t dtype, int64_t head_size, int64_t kv_heads, const relay_layout* from,
-               const relay_sequence* sequence, const relay_layout* to, int64_t threads,
-               relay_parallel parallel);
+/* Packs the keys and values of the one paged sequence, of all KV heads, into `to` with strides of
+   relay_packed. Returns a relay_error. */
+int relay_pack(const relay_call* call, const relay_layout* to);
 
 /* Instruction sets that were compiled and that this machine has, best first, e.g.
    "avx512_bf16 avx512 avx2 portable". */
@@ -114,8 +106,8 @@ const char* relay_isa(void);
 /* Changes the instruction set in use; 0: no such one. */
 int relay_use_isa(const char* name);
 
-/* sizeof of relay_operand, relay_layout, relay_sequence, relay_call, relay_fuse_call. */
-void relay_sizes(int64_t sizes[5]);
+/* sizeof of relay_operand, relay_layout, relay_sequence, relay_partial, relay_call. */
+extern const int64_t relay_sizes[5];
 
 #pragma GCC visibility pop
 #ifdef __cplusplus

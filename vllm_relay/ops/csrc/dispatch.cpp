@@ -1,9 +1,12 @@
+// The C ABI: the choice of instruction set.
+//
 // setup.py defines RELAY_ISAS: ISA(name, needs) for each isa/*.h that it compiled, best first.
-#include "dispatch.h"
-
 #include <string.h>
 
 #include <atomic>
+#include <string>
+
+#include "kernels.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -37,28 +40,33 @@ std::vector<const Kernels*> find_kernels() {
   return found;
 }
 
-std::atomic<const Kernels*>& active() {
-  static std::atomic<const Kernels*> kernels{usable_kernels().front()};
-  return kernels;
-}
+// Those that were compiled and that this machine has, best first; never empty.
+const std::vector<const Kernels*> usable = find_kernels();
+std::atomic<const Kernels*> active{usable.front()};
 
 }  // namespace
 
-const std::vector<const Kernels*>& usable_kernels() {
-  static const std::vector<const Kernels*> found = find_kernels();
-  return found;
-}
-
-const Kernels& active_kernels() { return *active().load(std::memory_order_relaxed); }
-
-bool choose_kernels(const char* name) {
-  for (const Kernels* kernels : usable_kernels()) {
-    if (!strcmp(kernels->name, name)) {
-      active() = kernels;
-      return true;
-    }
-  }
-  return false;
-}
+const Kernels& active_kernels() { return *active.load(std::memory_order_relaxed); }
 
 }  // namespace relay
+
+const char* relay_isas(void) {
+  static const std::string names = [] {
+    std::string text;
+    for (const relay::Kernels* kernels : relay::usable)
+      text += std::string(text.empty() ? "" : " ") + kernels->name;
+    return text;
+  }();
+  return names.c_str();
+}
+
+const char* relay_isa(void) { return relay::active_kernels().name; }
+
+int relay_use_isa(const char* name) {
+  for (const relay::Kernels* kernels : relay::usable) {
+    if (strcmp(kernels->name, name)) continue;
+    relay::active = kernels;
+    return 1;
+  }
+  return 0;
+}

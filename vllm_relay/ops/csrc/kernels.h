@@ -1,15 +1,8 @@
-// The kernels of one instruction set, as the rest of the library calls them.
+// The kernels of one instruction set, as the rest of the library calls them, and their choice.
 #pragma once
 #include "work.h"
 
 namespace relay {
-
-// Sums of a unit before they are normalised: O, m and l of FlashAttention's Alg. 1, in base 2.
-struct Accumulator {
-  float* out;       // [rows, head_size rounded to PIECE]
-  float* row_max;   // [rows]
-  float* row_sum;   // [rows]
-};
 
 // Arrays are indexed by relay_dtype.
 struct Kernels {
@@ -21,15 +14,17 @@ struct Kernels {
                     const Accumulator& carried_in, const Accumulator& carried_out);
   // Merges the sums of a unit's parts [count] and writes its result.
   void (*merge_parts[3])(const relay_call&, const Unit&, const Accumulator* parts, int64_t count);
-  // Fuses tokens [from, to) into this dtype: partials of the same dtype, or of float32.
-  void (*fuse[3])(const relay_fuse_call&, int64_t from, int64_t to);
-  void (*fuse_float[3])(const relay_fuse_call&, int64_t from, int64_t to);
-  // Packs keys or values of one KV head: a block, or a dense run of tokens.
+  // Fuses tokens [from, to).
+  void (*fuse[3])(const relay_call&, int64_t from, int64_t to);
+  // Packs keys or values of one KV head and block, or of a run of tokens.
   void (*pack[3])(void* to, const relay_operand& panels, const void* from,
                   const relay_operand& operand, int64_t steps, int64_t columns);
   int64_t panel_columns;
   int64_t packed_steps[3];  // that lie side by side in a panel
   int64_t scratch_bytes;
 };
+
+// Of the best instruction set, or of the one that was chosen last.
+const Kernels& active_kernels();
 
 }  // namespace relay

@@ -1,6 +1,6 @@
-#include "partition.h"
-
 #include <algorithm>
+
+#include "work.h"
 
 namespace relay {
 namespace {
@@ -59,17 +59,10 @@ std::vector<SplitUnit> split_units(const relay_call& call, const std::vector<Wor
   std::vector<SplitUnit> found;
   for (size_t i = 1; i + 1 < bounds.size(); ++i) {
     if (bounds[i].tile == 0) continue;
-    WorkIndex first = bounds[i];
-    first.tile = 0;
-    const auto in_same_unit = [&](size_t j) {
-      WorkIndex other = bounds[j];
-      other.tile = 0;
-      return same(other, first);
-    };
-    SplitUnit split = {Cursor(call, first).unit, {}};
+    const WorkIndex first = bounds[i];
     // The part before the first bound within the unit began it.
-    split.parts.push_back(carried_out[i - 1]);
-    for (; i + 1 < bounds.size() && in_same_unit(i); ++i)
+    SplitUnit split = {Cursor(call, first).unit, {carried_out[i - 1]}};
+    for (; i + 1 < bounds.size() && same_unit(bounds[i], first); ++i)
       if (!same(bounds[i], bounds[i + 1])) split.parts.push_back(carried_in[i]);
     --i;
     found.push_back(split);

@@ -3,6 +3,8 @@
 // sequence -> row blocks (query tokens x query heads of one KV head, up to MAX_ROWS) -> KV heads
 // -> tiles of keys. A unit is one KV head of one row block.
 #pragma once
+#include <vector>
+
 #include "abi.h"
 
 namespace relay {
@@ -25,15 +27,79 @@ struct WorkIndex {
   int64_t sequence, row_block, kv_head, tile;
 };
 
+// Sums of a unit before they are normalised: O, m and l of FlashAttention's Alg. 1, in base 2.
+struct Accumulator {
+  float* out;      // [rows, head_size rounded to PIECE]
+  float* row_max;  // [rows]
+  float* row_sum;  // [rows]
+};
+
+// A unit whose tiles went to several parts, and their sums.
+struct SplitUnit {
+  Unit unit;
+  std::vector<Accumulator> parts;
+};
+
+// Bounds of parts of about equal cost, for threads: part i goes from the i-th tile to before the
+// (i + 1)-th. They depend on the call alone: the same number of threads gives the same bits.
+std::vector<WorkIndex> partition(const relay_call& call);
+
+// carried_in, carried_out: of each part, see Kernels::attend.
+std::vector<SplitUnit> split_units(const relay_call& call, const std::vector<WorkIndex>& bounds,
+                                   const std::vector<Accumulator>& carried_in,
+                                   const std::vector<Accumulator>& carried_out);
+
 // Internal linkage: the linker must not merge these with a copy compiled for instructions that the
 // machine lacks.
 namespace {
 
-inline int64_t rounded(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+
+inline int64_t ceil_div(int64_t x, int64_t by) { return (x + by - 1) / by; }
+
+inline int64_t rounded(int64_t x, int64_t to) { return ceil_div(x, to) * to; }
+
+template <class T>
+inline T* row_at(const relay_rows& rows, int64_t token, int64_t head) {
+  return (T*)rows.base + token * rows.token + head * rows.head;
+}
+
+// The row of q and of fused that a token has.
+inline int64_t place_of(const relay_call& call, int64_t token) {
+  return call.places ? call.places[token] : token;
+}
+
+// A KV head's packed keys or values: vectors of `width` columns, of `each` steps. Tokens are the
+// columns of keys and the steps of values; either way a tile is contiguous.
+inline relay_operand panels_of(bool keys, int64_t head_size, int64_t width, int64_t each) {
+  if (keys) return {nullptr, width * each, width * head_size, 0, 0, RELAY_PANELS};
+  return {nullptr, head_size * each, width * each, 0, 0, RELAY_PANELS};
+}
+
+// Elements before a token of a KV head's keys or values.
+inline int64_t token_offset(const relay_operand& x, bool keys, int64_t token, int64_t width,
+                            int64_t each) {
+  if (x.kind == RELAY_PANELS) return keys ? token / width * x.panel : token / each * x.stride;
+  return (x.kind == RELAY_ROWS) == keys ? token : token * x.stride;
+}
+
+// Accumulators of MAX_ROWS rows.
+inline int64_t accumulator_floats(int64_t head_size) {
+  return MAX_ROWS * (rounded(head_size, PIECE) + 2);
+}
+
+// memory: [accumulator_floats]
+inline Accumulator accumulator_in(float* memory, int64_t head_size) {
+  float* row_max = memory + MAX_ROWS * rounded(head_size, PIECE);
+  return {memory, row_max, row_max + MAX_ROWS};
+}
+
+inline bool same_unit(const WorkIndex& a, const WorkIndex& b) {
+  return a.sequence == b.sequence && a.row_block == b.row_block && a.kv_head == b.kv_head;
+}
 
 inline bool same(const WorkIndex& a, const WorkIndex& b) {
-  return a.sequence == b.sequence && a.row_block == b.row_block && a.kv_head == b.kv_head &&
-         a.tile == b.tile;
+  return same_unit(a, b) && a.tile == b.tile;
 }
 
 inline int64_t tile_keys_of(const relay_layout& layout) {
@@ -50,9 +116,9 @@ struct RowBlocks {
   RowBlocks(const relay_call& call, const relay_sequence& sequence)
       : rows(sequence.queries * (call.heads / call.kv_heads)),
         each(0),
-        count((rows + MAX_ROWS - 1) / MAX_ROWS) {
-    if (count) each = rounded((rows + count - 1) / count, 8);
-    if (each) count = (rows + each - 1) / each;
+        count(ceil_div(rows, MAX_ROWS)) {
+    if (count) each = rounded(ceil_div(rows, count), 8);
+    if (each) count = ceil_div(rows, each);
   }
 };
 
@@ -62,7 +128,7 @@ inline Unit unit_at(const relay_call& call, const WorkIndex& index, const RowBlo
   unit.sequence = index.sequence;
   unit.kv_head = index.kv_head;
   unit.row = index.row_block * blocks.each;
-  unit.rows = blocks.rows - unit.row < blocks.each ? blocks.rows - unit.row : blocks.each;
+  unit.rows = min(blocks.rows - unit.row, blocks.each);
   unit.keys = sequence.keys;
   if (sequence.causal) {
     const int64_t last = (unit.row + unit.rows - 1) / (call.heads / call.kv_heads);
@@ -70,9 +136,18 @@ inline Unit unit_at(const relay_call& call, const WorkIndex& index, const RowBlo
     if (unit.keys < 0) unit.keys = 0;
   }
   unit.tile_keys = tile_keys_of(call.layouts[sequence.layout]);
-  unit.tiles = (unit.keys + unit.tile_keys - 1) / unit.tile_keys;
-  if (unit.tiles == 0) unit.tiles = 1;
+  unit.tiles = unit.keys ? ceil_div(unit.keys, unit.tile_keys) : 1;
   return unit;
+}
+
+struct TokenHead {
+  int64_t token, head;
+};
+
+// The query token and head of a unit's row.
+inline TokenHead row_of(const relay_call& call, const Unit& unit, int64_t row) {
+  const int64_t share = call.heads / call.kv_heads, at = unit.row + row;
+  return {call.sequences[unit.sequence].first + at / share, unit.kv_head * share + at % share};
 }
 
 // Goes through the tiles in order; sequences without queries have none.

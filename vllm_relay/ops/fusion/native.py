@@ -1,6 +1,5 @@
 """Relay fusion on the C++ CPU kernels."""
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -31,25 +30,17 @@ def fuse(
     """
     library = native.loaded()
     tokens, heads, head_size = outs[0].shape
-    count = len(outs)
-    call = native.FuseCall(
-        dtype=native.DTYPES[outs[0].dtype],
-        fused_dtype=native.DTYPES[out.dtype],
-        tokens=tokens,
+    call = native.Call(
+        dtype=native.DTYPES[out.dtype],
+        partial_dtype=native.DTYPES[outs[0].dtype],
         heads=heads,
         head_size=head_size,
-        partials=count,
+        tokens=tokens,
         threads=torch.get_num_threads(),
-        outs=(ctypes.c_void_p * count)(*(x.data_ptr() for x in outs)),
-        lses=(ctypes.c_void_p * count)(*(x.data_ptr() for x in lses)),
-        out_token=(ctypes.c_int64 * count)(*(x.stride(0) for x in outs)),
-        out_head=(ctypes.c_int64 * count)(*(x.stride(1) for x in outs)),
-        lse_token=(ctypes.c_int64 * count)(*(x.stride(1) for x in lses)),
-        lse_head=(ctypes.c_int64 * count)(*(x.stride(0) for x in lses)),
+        fused=native.Rows.of(out),
         places=None if places is None else places.data_ptr(),
-        fused=out.data_ptr(),
-        fused_token=out.stride(0),
-        fused_head=out.stride(1),
+        partials=native.Partial.array(outs, lses),
+        num_partials=len(outs),
         parallel=library.parallel,
     )
     library.fuse(call)

@@ -7,7 +7,8 @@ second pool, and the engine's binding of threads to cores holds.
 import ctypes
 import logging
 import os
-from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_void_p
+from collections.abc import Iterable
+from ctypes import POINTER, Array, Structure, c_char_p, c_double, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -47,66 +48,80 @@ class Layout(Structure):
 FIRST, QUERIES, KEYS, CAUSAL, PARTIAL, LAYOUT, TABLE = range(7)
 
 
+class Rows(Structure):
+    """``relay_rows``: address and strides of ``[tokens, heads, ...]``."""
+
+    _fields_ = (("base", c_void_p), *_fields(c_int64, "token head"))
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Rows":
+        return cls(x.data_ptr(), x.stride(0), x.stride(1))
+
+
+class Partial(Structure):
+    """``relay_partial``: one attention result."""
+
+    _fields_ = _fields(Rows, "out lse")
+
+    @classmethod
+    def array(cls, outs: Iterable[Tensor], lses: Iterable[Tensor]) -> "Array[Partial]":
+        """Partials out ``[T, H, D]``, lse ``[H, T]`` float32; the caller keeps the tensors."""
+        found = []
+        for out, lse in zip(outs, lses, strict=True):
+            found.append(cls(Rows.of(out), Rows(lse.data_ptr(), lse.stride(1), lse.stride(0))))
+        return (cls * len(found))(*found)
+
+
 class Call(Structure):
-    """``relay_call``: attention of sequences, and fusion of their partials."""
+    """``relay_call``: attention of sequences, fusion of partials, or packing."""
 
     _fields_ = (
-        *_fields(c_int64, "dtype out_dtype heads kv_heads head_size tokens partials threads"),
+        *_fields(c_int64, "dtype partial_dtype heads kv_heads head_size tokens threads"),
         ("scale", c_double),
-        ("q", c_void_p),
-        *_fields(c_int64, "q_token q_head"),
-        *_fields(c_void_p, "places out"),
-        *_fields(c_int64, "out_partial out_token out_head"),
-        ("lse", c_void_p),
-        *_fields(c_int64, "lse_partial lse_head lse_token"),
+        *_fields(Rows, "q fused"),
+        ("places", c_void_p),
+        ("partials", POINTER(Partial)),
         ("layouts", POINTER(Layout)),
         ("sequences", c_void_p),
-        *_fields(c_int64, "num_layouts num_sequences"),
-        ("fused", c_void_p),
-        *_fields(c_int64, "fused_token fused_head"),
+        *_fields(c_int64, "num_partials num_layouts num_sequences"),
         ("parallel", c_void_p),
     )
 
 
-class FuseCall(Structure):
-    """``relay_fuse_call``: relay fusion alone."""
-
-    _fields_ = (
-        *_fields(c_int64, "dtype fused_dtype tokens heads head_size partials threads"),
-        *_fields(POINTER(c_void_p), "outs lses"),
-        *_fields(POINTER(c_int64), "out_token out_head lse_token lse_head"),
-        *_fields(c_void_p, "places fused"),
-        *_fields(c_int64, "fused_token fused_head"),
-        ("parallel", c_void_p),
-    )
+def _raise_error(code: int) -> None:
+    if code:
+        kind, text = _ERRORS[code]
+        raise kind(f"CPU kernels: {text}")
 
 
 class Library:
-    """The loaded library.
+    """The loaded library. Its calls raise ValueError where a block id lies outside the KV cache.
+
+    Attributes:
+        attend: attends to every sequence of a `Call` and, if it says so, fuses their partials.
+        fuse: fuses the partials of a `Call`.
+        pack: packs the keys and values of the sequence of a `Call` into a `Layout`.
 
     Raises:
-        OSError, AttributeError: the file is no library, or one of other sources.
+        OSError, AttributeError, ValueError: the file is no library, or one of other sources.
     """
 
     def __init__(self, path: str) -> None:
         functions = ctypes.CDLL(path)
-        sizes = (c_int64 * 5)()
-        functions.relay_sizes(sizes)
-        mine = [ctypes.sizeof(x) for x in (Operand, Layout, Call, FuseCall)]
-        if list(sizes) != [*mine[:2], 8 * (TABLE + 1), *mine[2:]]:
+        sizes = [ctypes.sizeof(x) for x in (Operand, Layout, Partial, Call)]
+        sizes.insert(2, 8 * (TABLE + 1))
+        if list((c_int64 * 5).in_dll(functions, "relay_sizes")) != sizes:
             raise OSError(f"{path} was built from other sources: install vllm-relay again")
         functions.relay_isas.restype = functions.relay_isa.restype = c_char_p
         functions.relay_use_isa.argtypes = (c_char_p,)
-        functions.relay_attend.argtypes = (POINTER(Call),)
-        functions.relay_fuse.argtypes = (POINTER(FuseCall),)
         functions.relay_packed.argtypes = (c_int64, c_int64, c_int64, POINTER(Layout))
         functions.relay_packed.restype = c_int64
-        functions.relay_pack.argtypes = (
-            *(c_int64, c_int64, c_int64, POINTER(Layout), c_void_p, POINTER(Layout)),
-            *(c_int64, c_void_p),
-        )
-        for name in ("relay_attend", "relay_fuse", "relay_pack"):
-            getattr(functions, name).restype = c_int
+        self.attend, self.fuse = functions.relay_attend, functions.relay_fuse
+        self.pack = functions.relay_pack
+        self.attend.argtypes = self.fuse.argtypes = (POINTER(Call),)
+        self.pack.argtypes = (POINTER(Call), POINTER(Layout))
+        for function in (self.attend, self.fuse, self.pack):
+            function.restype = _raise_error
         self._functions = functions
         self.parallel = _openmp()
 
@@ -121,66 +136,20 @@ class Library:
         return str(self._functions.relay_isa().decode())
 
     def use_isa(self, name: str) -> None:
-        """Use another instruction set; segments packed before cannot be read then.
-
-        Raises:
-            ValueError: the library or the machine lacks it.
-        """
+        """Use another instruction set, if there is; segments packed before cannot be read then."""
         if not self._functions.relay_use_isa(name.encode()):
             raise ValueError(f"no instruction set {name!r}, only {', '.join(self.isas)}")
-
-    def attend(self, call: Call) -> None:
-        """Attend to every sequence of the call and, if it says so, fuse their partials.
-
-        Raises:
-            ValueError: a block id lies outside the KV cache.
-        """
-        self._check(self._functions.relay_attend(call))
-
-    def fuse(self, call: FuseCall) -> None:
-        """Fuse partials by their LSE."""
-        self._check(self._functions.relay_fuse(call))
 
     def packed(self, dtype: int, head_size: int, tokens: int) -> tuple[Layout, int]:
         """Strides of packed keys and values, and the bytes of each of the two per KV head."""
         layout = Layout()
         return layout, int(self._functions.relay_packed(dtype, head_size, tokens, layout))
 
-    def pack(
-        self,
-        dtype: int,
-        head_size: int,
-        kv_heads: int,
-        source: Layout,
-        sequence: int,
-        target: Layout,
-    ) -> None:
-        """Pack the keys and values of the ``relay_sequence`` at address `sequence`.
-
-        Raises:
-            ValueError: a block id lies outside the KV cache.
-        """
-        self._check(
-            self._functions.relay_pack(
-                *(dtype, head_size, kv_heads, source, sequence, target),
-                *(torch.get_num_threads(), self.parallel),
-            )
-        )
-
-    @staticmethod
-    def _check(error: int) -> None:
-        if error:
-            kind, text = _ERRORS[error]
-            raise kind(f"CPU kernels: {text}")
-
 
 def _openmp() -> int | None:
-    """Address of GOMP_parallel in torch's OpenMP runtime, be it GNU's, LLVM's or Intel's.
-
-    None if there is no such runtime: the kernels then use one thread.
-    """
+    """Address of GOMP_parallel in torch's OpenMP runtime; None, for one thread, if it has none."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    # The order in which torch's own calls are resolved: preloaded libraries, then linked ones.
+    # GNU's, LLVM's or Intel's. Torch's own calls look into preloaded libraries, then linked ones.
     for place in (None, str(library)):
         try:
             return ctypes.cast(ctypes.CDLL(place).GOMP_parallel, c_void_p).value
@@ -193,8 +162,7 @@ def _openmp() -> int | None:
 def library() -> Library | str:
     """The kernels, or the reason why there are none, which is also logged, once.
 
-    Raises:
-        ValueError: VLLM_RELAY_CPU_ISA names an instruction set that the machine or library lacks.
+    ValueError where VLLM_RELAY_CPU_ISA names an instruction set that machine or library lacks.
     """
     wanted = os.environ.get(_ISA)
     if wanted == "none":
@@ -204,7 +172,7 @@ def library() -> Library | str:
         if not path.exists():
             raise OSError("vllm-relay was installed without them (no C++ compiler)")
         found = Library(str(path))
-    except (OSError, AttributeError) as error:
+    except (OSError, AttributeError, ValueError) as error:
         _logger.warning("relay: no CPU kernels, every step is vLLM's own: %s", error)
         return str(error)
     if wanted:
@@ -216,11 +184,7 @@ def library() -> Library | str:
 
 
 def loaded() -> Library:
-    """The kernels.
-
-    Raises:
-        ValueError: there are none; the message has the reason.
-    """
+    """The kernels; ValueError with the reason where there are none."""
     found = library()
     if isinstance(found, str):
         raise ValueError(found)
@@ -245,30 +209,19 @@ def packs_pairs_of_16(dtype: torch.dtype) -> bool:
     return layout.k.stride == 32
 
 
-def operand(x: Tensor, tokens: int, channels: int, heads: int, blocks: int | None) -> Operand:
-    """Address and strides of keys; for values ROWS and ACROSS are the other way round.
-
-    Args:
-        x: keys or values, tokens or channels adjacent in memory.
-        tokens, channels, heads, blocks: the dims of x; blocks is None if x is not paged.
-    """
-    strides = x.stride()
-    adjacent = strides[channels] == 1
-    return Operand(
-        base=x.data_ptr(),
-        stride=strides[tokens] if adjacent else strides[channels],
-        head=strides[heads],
-        block=0 if blocks is None else strides[blocks],
-        kind=ACROSS if adjacent else ROWS,
-    )
-
-
 def layout_of(k: Tensor, v: Tensor, paged: bool) -> Layout:
     """Layout of keys and values ``[S, Hkv, D]`` or, paged, ``[num_blocks, block_size, Hkv, D]``."""
-    dims = (1, 3, 2, 0) if paged else (0, 2, 1, None)
-    keys, values = operand(k, *dims), operand(v, *dims)
-    values.kind = ROWS if values.kind == ACROSS else ACROSS
-    return Layout(keys, values, k.shape[1] if paged else 0, k.shape[0] if paged else 0)
+    if not paged:
+        k, v = k[None], v[None]
+    keys, values = _operand(k, (ACROSS, ROWS)), _operand(v, (ROWS, ACROSS))
+    return Layout(keys, values, k.shape[1] if paged else 0, k.shape[0])
+
+
+def _operand(x: Tensor, kinds: tuple[int, int]) -> Operand:
+    """kinds: of ``x [num_blocks, block_size, Hkv, D]`` with adjacent channels, adjacent tokens."""
+    block, token, head, channel = x.stride()
+    stride, kind = (token, kinds[0]) if channel == 1 else (channel, kinds[1])
+    return Operand(base=x.data_ptr(), stride=stride, head=head, block=block, kind=kind)
 
 
 def readable(x: Tensor, tokens: int) -> bool:

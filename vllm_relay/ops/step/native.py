@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_relay.ops.native import library as native
-from vllm_relay.plan import Part, Plan
-
-HostPart = Part[NDArray[np.int32]]
+from vllm_relay.ops.native.prepared import PreparedAttention, sequences_of
+from vllm_relay.plan import Plan
 
 
 class NativeStep:
@@ -37,48 +36,30 @@ class NativeStep:
         dtype: torch.dtype,
         scale: float,
     ) -> None:
-        self._library = native.loaded()
         order, places = _order(plan.index)
         tokens, partials = len(order), len(plan.levels) + 1
-        levels = [sequences_of(part, level) for level, part in enumerate(plan.levels)]
-        context = sequences_of(plan.context, partials - 1)
+        parts = [
+            sequences_of(x.block_table, x.query_start_loc, x.seq_lens, causal=x.causal, partial=i)
+            for i, x in enumerate((*plan.levels, plan.context))
+        ]
         # The context's tokens are in the order of the batch, the step's in that of the groups.
+        context = parts[-1]
         context[:, native.FIRST] = np.append(places, tokens)[context[:, native.FIRST]]
-        sequences = np.concatenate([*levels, context])
+        sequences = np.concatenate(parts)
         sequences = sequences[(sequences[:, native.KEYS] > 0) | (sequences[:, native.CAUSAL] > 0)]
         # Layout 0 is the KV cache, the others are packed segments.
         layouts = np.cumsum(packed) * np.array(packed, dtype=np.int64)
         sequences[: len(layouts), native.LAYOUT] = layouts
-        same = np.array_equal(order, np.arange(tokens))
-        self._layouts = (native.Layout * (1 + sum(packed)))()
-        self._out = torch.empty(partials, tokens, heads, head_size)
-        self._lse = torch.empty(partials, heads, tokens)
-        # The arrays whose addresses the call holds.
-        self._kept = (sequences, plan, order)
-        self._call = native.Call(
-            dtype=native.DTYPES[dtype],
-            out_dtype=native.DTYPES[torch.float32],
-            heads=heads,
+        self._plan = plan  # the sequences have the addresses of its block tables
+        self.order = order
+        self.call = PreparedAttention(
+            sequences,
+            torch.empty(partials, tokens, heads, head_size),
             kv_heads=kv_heads,
-            head_size=head_size,
-            tokens=tokens,
-            partials=partials,
-            threads=torch.get_num_threads(),
+            dtype=dtype,
             scale=scale,
-            places=None if same else order.ctypes.data,
-            out=self._out.data_ptr(),
-            out_partial=self._out.stride(0),
-            out_token=self._out.stride(1),
-            out_head=self._out.stride(2),
-            lse=self._lse.data_ptr(),
-            lse_partial=self._lse.stride(0),
-            lse_head=self._lse.stride(1),
-            lse_token=self._lse.stride(2),
-            layouts=self._layouts,
-            sequences=sequences.ctypes.data,
-            num_layouts=len(self._layouts),
-            num_sequences=len(sequences),
-            parallel=self._library.parallel,
+            layouts=1 + sum(packed),
+            places=None if np.array_equal(order, np.arange(tokens)) else order,
         )
 
     def run(
@@ -93,31 +74,8 @@ class NativeStep:
         Raises:
             ValueError: a block id lies outside the cache.
         """
-        call = self._call
-        self._layouts[0] = cache
-        for index, segment in enumerate(segments):
-            self._layouts[1 + index] = segment
-        call.q, call.q_token, call.q_head = query.data_ptr(), query.stride(0), query.stride(1)
-        call.fused, call.fused_token, call.fused_head = out.data_ptr(), out.stride(0), out.stride(1)
-        self._library.attend(call)
-
-
-def sequences_of(part: HostPart, partial: int = 0) -> NDArray[np.int64]:
-    """A part's sequences as the kernels read them, ``[B, 7]`` (`native`); the caller keeps the
-    part.
-
-    Args:
-        part: its block table has adjacent columns. partial: the partial that they write.
-    """
-    table = part.block_table
-    sequences = np.zeros((len(table), native.TABLE + 1), dtype=np.int64)
-    sequences[:, native.FIRST] = part.query_start_loc[:-1]
-    sequences[:, native.QUERIES] = np.diff(part.query_start_loc)
-    sequences[:, native.KEYS] = part.seq_lens
-    sequences[:, native.CAUSAL] = part.causal
-    sequences[:, native.PARTIAL] = partial
-    sequences[:, native.TABLE] = table.ctypes.data + np.arange(len(table)) * table.strides[0]
-    return sequences
+        self.call.layouts[:] = [cache, *segments]
+        self.call.run(query, out)
 
 
 def _order(index: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -1,8 +1,7 @@
 // Attention of units of work, tile by tile (FlashAttention, arXiv 2205.14135, Alg. 1; queries of
 // several requests as rows of one matrix: Hydragen, arXiv 2402.05099, section 3.2).
 #pragma once
-#include "product.h"
-#include "result.h"
+#include "softmax.h"
 #include "tile.h"
 
 namespace relay {
@@ -11,22 +10,18 @@ namespace {
 // Copies a unit's queries to the scratch and empties its sums.
 template <class T>
 void begin_unit(const relay_call& call, const Unit& unit, Scratch<T>& scratch) {
-  const int64_t share = call.heads / call.kv_heads;
-  const relay_sequence& sequence = call.sequences[unit.sequence];
   for (int64_t r = 0; r < unit.rows; ++r) {
-    const int64_t token = sequence.first + (unit.row + r) / share;
-    const int64_t head = unit.kv_head * share + (unit.row + r) % share;
-    const T* from = (const T*)call.q + (call.places ? call.places[token] : token) * call.q_token +
-                    head * call.q_head;  // [D]
+    const auto [token, head] = row_of(call, unit, r);
+    const T* from = row_at<T>(call.q, place_of(call, token), head);  // [D]
     typename Dot<T>::Weight* to = scratch.q + r * scratch.q_row;
     if constexpr (Dot<T>::steps > 1)
       __builtin_memcpy(to, from, call.head_size * sizeof(T));
     else
       for (int64_t d = 0; d < call.head_size; d += W) store(to + d, widen(from + d));
-    scratch.row_max[r] = NEG_INF;
-    scratch.row_sum[r] = 0;
+    scratch.sums.row_max[r] = NEG_INF;
+    scratch.sums.row_sum[r] = 0;
   }
-  __builtin_memset(scratch.out, 0, unit.rows * scratch.out_row * sizeof(float));
+  __builtin_memset(scratch.sums.out, 0, unit.rows * scratch.out_row * sizeof(float));
 }
 
 // R rows of a unit against a tile. Keys that some of the rows do not see have weight 0 there, so a
@@ -49,10 +44,10 @@ void attend_rows(const relay_call& call, const Unit& unit, int64_t row, const Ti
   int used = 0;
   for (; used < tile.count && tile.runs[used].first < sees[R - 1]; ++used) {
     const Run<T>& run = tile.runs[used];
-    const int64_t left = sees[R - 1] - run.first;
-    const int64_t tokens = left < run.tokens ? left : run.tokens;
-    product<T, R>(scratch.q + row * scratch.q_row, scratch.q_row, tile.k, run.k, size, tokens,
-                  run.there, next_keys, [&](int r, int64_t token, vf x) {
+    const int64_t tokens = min(run.tokens, sees[R - 1] - run.first);
+    product<T, R>(scratch.q + row * scratch.q_row, scratch.q_row, tile.operands[KEYS],
+                  run.at[KEYS], size, tokens, run.there, next_keys,
+                  [&](int r, int64_t token, vf x) {
                     store(scratch.scores + r * SCORES_ROW + run.slot + token, x * scale);
                   });
     slots = run.slot + rounded(tokens, PIECE);
@@ -68,24 +63,30 @@ void attend_rows(const relay_call& call, const Unit& unit, int64_t row, const Ti
       seen = seen < 0 ? 0 : seen < run.tokens ? seen : run.tokens;
       for (int64_t s = run.slot + seen; s < end; ++s) scores[s] = NEG_INF;
     }
-    float* out = scratch.out + (row + r) * scratch.out_row;
-    const float factor = online_softmax_update<T>(scores, slots, scratch.row_max[row + r],
-                                                  scratch.row_sum[row + r]);
+    float* out = scratch.sums.out + (row + r) * scratch.out_row;
+    const float factor = online_softmax_update<T>(scores, slots, scratch.sums.row_max[row + r],
+                                                  scratch.sums.row_sum[row + r]);
     if (factor != 1.0f)
       for (int64_t d = 0; d < size; d += W) store(out + d, load(out + d) * factor);
   }
   // out[r, d] += sum_j weights[r, j] v[j, d]
   for (int i = 0; i < used; ++i) {
     const Run<T>& run = tile.runs[i];
-    const int64_t left = sees[R - 1] - run.first;
-    const int64_t tokens = left < run.tokens ? left : run.tokens;
+    const int64_t tokens = min(run.tokens, sees[R - 1] - run.first);
     const Weight* weights = (const Weight*)scratch.scores + run.slot / Dot<T>::steps;
-    product<T, R>(weights, SCORES_ROW, tile.v, run.v, tokens, size, size, next_values,
-                  [&](int r, int64_t channel, vf x) {
-                    float* out = scratch.out + (row + r) * scratch.out_row + channel;
+    product<T, R>(weights, SCORES_ROW, tile.operands[VALUES], run.at[VALUES], tokens, size, size,
+                  next_values, [&](int r, int64_t channel, vf x) {
+                    float* out = scratch.sums.out + (row + r) * scratch.out_row + channel;
                     store(out, load(out) + x);
                   });
   }
+}
+
+// attend_rows of `rows` <= R rows.
+template <class T, int R, class... Rest>
+void attend_up_to(int64_t rows, Rest&... rest) {
+  if (rows == R) return attend_rows<T, R>(rest...);
+  if constexpr (R > 1) attend_up_to<T, R - 1>(rows, rest...);
 }
 
 // All rows of a unit against a tile, in nearly equal blocks: 6 and 5 rows, not 8 and 3.
@@ -93,24 +94,9 @@ template <class T>
 void attend_tile(const relay_call& call, const Unit& unit, const Tile<T>& tile,
                  Scratch<T>& scratch, Prefetcher& next_keys, Prefetcher& next_values) {
   for (int64_t row = 0; row < unit.rows;) {
-    const int64_t left = unit.rows - row, blocks = (left + REGISTER_ROWS - 1) / REGISTER_ROWS;
-    const int64_t rows = (left + blocks - 1) / blocks;
-#define RELAY_ROWS_CASE(n)                                                            \
-  case n:                                                                             \
-    if constexpr (n <= REGISTER_ROWS)                                                 \
-      attend_rows<T, n>(call, unit, row, tile, scratch, next_keys, next_values);      \
-    break;
-    switch (rows) {
-      RELAY_ROWS_CASE(1)
-      RELAY_ROWS_CASE(2)
-      RELAY_ROWS_CASE(3)
-      RELAY_ROWS_CASE(4)
-      RELAY_ROWS_CASE(5)
-      RELAY_ROWS_CASE(6)
-      RELAY_ROWS_CASE(7)
-      RELAY_ROWS_CASE(8)
-    }
-#undef RELAY_ROWS_CASE
+    const int64_t left = unit.rows - row;
+    const int64_t rows = ceil_div(left, ceil_div(left, REGISTER_ROWS));
+    attend_up_to<T, REGISTER_ROWS>(rows, call, unit, row, tile, scratch, next_keys, next_values);
     row += rows;
   }
 }
@@ -121,7 +107,6 @@ void attend(const relay_call& call, const WorkIndex& from, const WorkIndex& to, 
             const Accumulator& carried_in, const Accumulator& carried_out) {
   if (same(from, to)) return;
   Scratch<T> scratch(memory, call.head_size);
-  const Accumulator mine = {scratch.out, scratch.row_max, scratch.row_sum};
   Cursor at(call, from);
   Tile<T> tiles[2];
   Tile<T>*now = &tiles[0], *soon = &tiles[1];
@@ -133,24 +118,24 @@ void attend(const relay_call& call, const WorkIndex& from, const WorkIndex& to, 
     Cursor after = at;
     after.next();
     more = !after.at_end() && !same(after.index, to);
-    const int64_t row_blocks = (at.unit.rows + REGISTER_ROWS - 1) / REGISTER_ROWS;
+    const int64_t row_blocks = ceil_div(at.unit.rows, REGISTER_ROWS);
     next_keys.clear(row_blocks);
     next_values.clear(row_blocks);
     if (more) {
       locate_tile(call, after.unit, after.index.tile, *soon);
-      prefetch_tile(*soon, true, call.head_size, next_keys);
-      prefetch_tile(*soon, false, call.head_size, next_values);
+      prefetch_tile(*soon, KEYS, call.head_size, next_keys);
+      prefetch_tile(*soon, VALUES, call.head_size, next_values);
     }
     pack_tile(*now, scratch, call.head_size);
     attend_tile(call, at.unit, *now, scratch, next_keys, next_values);
     const bool last = at.index.tile == at.unit.tiles - 1;
     if (last && from_start) {
-      write_unit<T>(call, at.unit, mine);
+      write_unit<T>(call, at.unit, scratch.sums);
     } else if (last || !more) {
       const Accumulator& keep = from_start ? carried_out : carried_in;
-      __builtin_memcpy(keep.out, scratch.out, at.unit.rows * scratch.out_row * sizeof(float));
-      __builtin_memcpy(keep.row_max, scratch.row_max, at.unit.rows * sizeof(float));
-      __builtin_memcpy(keep.row_sum, scratch.row_sum, at.unit.rows * sizeof(float));
+      __builtin_memcpy(keep.out, scratch.sums.out, at.unit.rows * scratch.out_row * sizeof(float));
+      __builtin_memcpy(keep.row_max, scratch.sums.row_max, at.unit.rows * sizeof(float));
+      __builtin_memcpy(keep.row_sum, scratch.sums.row_sum, at.unit.rows * sizeof(float));
     }
     if (more && last) {
       begin_unit(call, after.unit, scratch);

@@ -7,33 +7,20 @@
 
 #include RELAY_TEXT(../isa/RELAY_ISA.h)
 #include "attend.h"
-#include "fuse.h"
 
 namespace relay {
-namespace {
-
-// Kernels::pack.
-template <class T>
-void pack_untyped(void* to, const relay_operand& panels, const void* from,
-                  const relay_operand& operand, int64_t steps, int64_t columns) {
-  pack((T*)to, panels, (const T*)from, operand, steps, columns);
-}
-
-}  // namespace
-}  // namespace relay
 
 // Constant data: nothing here runs before dispatch.cpp knows that the machine can run it.
-extern "C" const relay::Kernels RELAY_JOIN(relay_kernels_, RELAY_ISA);
-const relay::Kernels RELAY_JOIN(relay_kernels_, RELAY_ISA) = {
+extern "C" const Kernels RELAY_JOIN(relay_kernels_, RELAY_ISA);
+const Kernels RELAY_JOIN(relay_kernels_, RELAY_ISA) = {
     RELAY_TEXT(RELAY_ISA),
-    {relay::attend<relay::bf16>, relay::attend<relay::f16>, relay::attend<float>},
-    {relay::merge_parts<relay::bf16>, relay::merge_parts<relay::f16>, relay::merge_parts<float>},
-    {relay::fuse<relay::bf16, relay::bf16>, relay::fuse<relay::f16, relay::f16>,
-     relay::fuse<float, float>},
-    {relay::fuse<float, relay::bf16>, relay::fuse<float, relay::f16>, relay::fuse<float, float>},
-    {relay::pack_untyped<relay::bf16>, relay::pack_untyped<relay::f16>,
-     relay::pack_untyped<float>},
-    relay::W,
-    {relay::Dot<relay::bf16>::steps, relay::Dot<relay::f16>::steps, relay::Dot<float>::steps},
-    relay::Scratch<float>::bytes(),
+    {attend<bf16>, attend<f16>, attend<float>},
+    {merge_parts<bf16>, merge_parts<f16>, merge_parts<float>},
+    {fuse<bf16>, fuse<f16>, fuse<float>},
+    {pack<bf16>, pack<f16>, pack<float>},
+    W,
+    {Dot<bf16>::steps, Dot<f16>::steps, Dot<float>::steps},
+    Scratch<float>::bytes(),
 };
+
+}  // namespace relay

@@ -5,28 +5,58 @@
 // B = values, steps = tokens, columns = channels. The register block is the micro-kernel of
 // Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008).
 #pragma once
-#include "../abi.h"
-#include "dot.h"
-#include "prefetch.h"
+#include "../work.h"
+#include "vec.h"
 
 namespace relay {
 namespace {
 
-// B in packed panels of W columns.
+// Memory that will be read soon, fetched into the cache line by line beside a product.
+struct Prefetcher {
+  struct Region {
+    const char* at;
+    int64_t lines;  // of 64 bytes
+  };
+  static constexpr int MAX_REGIONS = 32;
+  Region regions[MAX_REGIONS];
+  int count = 0, next = 0;
+  int64_t sharers = 1;  // register blocks of rows over which the lines are spread
+
+  void clear(int64_t row_blocks) {
+    count = next = 0;
+    sharers = row_blocks;
+  }
+
+  void add(const void* at, int64_t bytes) {
+    if (count < MAX_REGIONS) regions[count++] = {(const char*)at, (bytes + 63) / 64};
+  }
+
+  // Removes and returns up to `lines` lines of one region.
+  RELAY_INLINE Region take(int64_t lines) {
+    if (next == count) return {nullptr, 0};
+    Region& region = regions[next];
+    const int64_t taken = lines < region.lines ? lines : region.lines;
+    const Region some = {region.at, taken};
+    region.at += 64 * taken;
+    region.lines -= taken;
+    if (region.lines == 0) ++next;
+    return some;
+  }
+};
+
+// B in packed panels of W columns. LAST: of an odd number of steps; what lies beside the last one
+// may be anything.
 template <class T>
 struct PackedColumns {
   const T* at;            // [panels, steps / Dot::steps, W, Dot::steps]
   int64_t stride, panel;  // between vectors of a panel, between panels
 
-  template <int N>
+  template <bool LAST, int N>
   RELAY_INLINE void read(int64_t step, typename Dot<T>::Vector (&x)[N]) const {
-    for (int n = 0; n < N; ++n) x[n] = Dot<T>::load(at + step * stride + n * panel);
-  }
-
-  // The last vectors of an odd number of steps: what lies beside the last step may be anything.
-  template <int N>
-  RELAY_INLINE void read_last(int64_t step, typename Dot<T>::Vector (&x)[N]) const {
-    for (int n = 0; n < N; ++n) x[n] = Dot<T>::first_step(Dot<T>::load(at + step * stride + n * panel));
+    for (int n = 0; n < N; ++n) {
+      x[n] = Dot<T>::load(at + step * stride + n * panel);
+      if constexpr (LAST) x[n] = Dot<T>::first_step(x[n]);
+    }
   }
 
   template <int N>
@@ -40,14 +70,10 @@ struct AdjacentColumns {
   const T* at;  // [steps, columns]
   int64_t stride, columns;
 
-  template <int N>
+  template <bool LAST, int N>
   RELAY_INLINE void read(int64_t step, typename Dot<T>::Vector (&x)[N]) const {
-    Dot<T>::template load_adjacent<MASKED>(at + Dot<T>::steps * step * stride, stride, columns, true, x);
-  }
-
-  template <int N>
-  RELAY_INLINE void read_last(int64_t step, typename Dot<T>::Vector (&x)[N]) const {
-    Dot<T>::template load_adjacent<MASKED>(at + Dot<T>::steps * step * stride, stride, columns, false, x);
+    const T* from = at + Dot<T>::steps * step * stride;
+    Dot<T>::template load_adjacent<MASKED>(from, stride, columns, !LAST, x);
   }
 
   template <int N>
@@ -80,19 +106,19 @@ RELAY_INLINE void register_block(const typename Dot<T>::Weight* a, int64_t a_row
   int64_t step = 0;
   for (; step < fetched; ++step) {
     Vector x[N];
-    b.read(step, x);
+    b.template read<false>(step, x);
     for (int64_t i = 0; i < lines; ++i)
       __builtin_prefetch(soon.at + 64 * (step * lines + i), 0, 2);
     multiply(step, x);
   }
   for (; step < whole; ++step) {
     Vector x[N];
-    b.read(step, x);
+    b.template read<false>(step, x);
     multiply(step, x);
   }
   if (steps % Dot<T>::steps) {
     Vector x[N];
-    b.read_last(step, x);
+    b.template read<true>(step, x);
     multiply(step, x);
   }
 #pragma GCC unroll 8
@@ -116,45 +142,41 @@ template <class T, int R, class Sink>
 RELAY_INLINE void product(const typename Dot<T>::Weight* a, int64_t a_row,
                           const relay_operand& operand, const T* at, int64_t steps,
                           int64_t columns, int64_t there, Prefetcher& prefetcher, Sink sink) {
-  const auto columns_from = [&](int64_t first, auto n) __attribute__((always_inline)) {
-    return [&sink, first](int row, const auto& x) __attribute__((always_inline)) {
-      for (int i = 0; i < decltype(n)::value; ++i) sink(row, first + i * W, x[i]);
+  int64_t c = 0;
+  // The next n * W columns of B, from c on.
+  const auto block = [&](auto n, const auto& b) __attribute__((always_inline)) {
+    constexpr int N = decltype(n)::value;
+    const auto row_sink = [&](int row, const vf(&x)[N]) __attribute__((always_inline)) {
+      for (int i = 0; i < N; ++i) sink(row, c + i * W, x[i]);
     };
+    register_block<T, R, N>(a, a_row, b, steps, prefetcher, row_sink);
+    c += N * W;
   };
   if (operand.kind == RELAY_PANELS) {
     constexpr int N = register_vectors(R);
-    for (int64_t left = (columns + W - 1) / W, c = 0; left > 0;) {
+    while (c < columns) {
       const PackedColumns<T> b = {at + c / W * operand.panel, operand.stride, operand.panel};
+      const int64_t left = ceil_div(columns - c, W);
       // Two and two rather than three and one.
-      if (left >= N && left != N + 1) {
-        register_block<T, R, N>(a, a_row, b, steps, prefetcher, columns_from(c, Count<N>{}));
-        left -= N, c += N * W;
-      } else if (left >= 2) {
-        register_block<T, R, 2>(a, a_row, b, steps, prefetcher, columns_from(c, Count<2>{}));
-        left -= 2, c += 2 * W;
-      } else {
-        register_block<T, R, 1>(a, a_row, b, steps, prefetcher, columns_from(c, Count<1>{}));
-        left -= 1, c += W;
-      }
+      if (left >= N && left != N + 1)
+        block(Count<N>{}, b);
+      else if (left >= 2)
+        block(Count<2>{}, b);
+      else
+        block(Count<1>{}, b);
     }
     return;
   }
   constexpr int LEAST = Dot<T>::steps;  // vectors that the narrowest read gives
   constexpr int N = register_vectors_in_place(R) / LEAST * LEAST;
-  for (int64_t c = 0; c < columns;) {
-    if (c + N * W <= there && c + (N - LEAST) * W < columns) {
-      const AdjacentColumns<T, false> b = {at + c, operand.stride, 0};
-      register_block<T, R, N>(a, a_row, b, steps, prefetcher, columns_from(c, Count<N>{}));
-      c += N * W;
-    } else if (c + LEAST * W <= there) {
-      const AdjacentColumns<T, false> b = {at + c, operand.stride, 0};
-      register_block<T, R, LEAST>(a, a_row, b, steps, prefetcher, columns_from(c, Count<LEAST>{}));
-      c += LEAST * W;
-    } else {
-      const AdjacentColumns<T, true> b = {at + c, operand.stride, there - c};
-      register_block<T, R, LEAST>(a, a_row, b, steps, prefetcher, columns_from(c, Count<LEAST>{}));
-      c += LEAST * W;
-    }
+  while (c < columns) {
+    const AdjacentColumns<T, false> b = {at + c, operand.stride, 0};
+    if (c + N * W <= there && c + (N - LEAST) * W < columns)
+      block(Count<N>{}, b);
+    else if (c + LEAST * W <= there)
+      block(Count<LEAST>{}, b);
+    else
+      block(Count<LEAST>{}, AdjacentColumns<T, true>{at + c, operand.stride, there - c});
   }
 }
 

@@ -1,7 +1,8 @@
-// The online softmax of a row of scores, tile by tile (FlashAttention, arXiv 2205.14135, Alg. 1),
-// in base 2.
+// The softmax over keys that are attended piece by piece: updated tile by tile (FlashAttention,
+// arXiv 2205.14135, Alg. 1), merged where several threads or partials have a part of it.
 #pragma once
-#include "dot.h"
+#include "../work.h"
+#include "vec.h"
 
 namespace relay {
 namespace {
@@ -11,8 +12,8 @@ constexpr float LOG2E = 1.44269504f, LN2 = 0.693147181f;
 
 RELAY_INLINE float exp2(float x) { return exp2(broadcast(x))[0]; }
 
-// Adds a tile's scores to a row's softmax and writes their weights over them. Returns 2 ** (m - m'),
-// the factor for the row's output so far.
+// Adds a tile's scores to a row's softmax and writes their weights over them. Returns the factor for
+// the row's output so far, 2 ** (m - m').
 //   scores:  [count], a multiple of 2 W; then Dot<T>::Weight [count / Dot::steps]
 //   row_max: m, row_sum: l of the tiles before
 template <class T>
@@ -40,6 +41,103 @@ RELAY_INLINE float online_softmax_update(float* scores, int64_t count, float& ro
   row_max = new_max;
   row_sum = row_sum * factor + reduce_add(total[0] + total[1]);
   return factor;
+}
+
+// out = O / l,  lse = (m + log2 l) ln 2;  a row that attended to nothing: 0 and -inf.
+template <class Out>
+void write_rows(const relay_call& call, const Unit& unit, const Accumulator& sums) {
+  const relay_partial& partial = call.partials[call.sequences[unit.sequence].partial];
+  const int64_t out_row = rounded(call.head_size, PIECE);
+  for (int64_t r = 0; r < unit.rows; ++r) {
+    const auto [token, head] = row_of(call, unit, r);
+    const bool empty = sums.row_sum[r] == 0.0f;
+    Out* out = row_at<Out>(partial.out, token, head);  // [D]
+    const float inverse = empty ? 0.0f : 1.0f / sums.row_sum[r];
+    for (int64_t d = 0; d < call.head_size; d += W)
+      narrow(load(sums.out + r * out_row + d) * inverse, out + d);
+    *row_at<float>(partial.lse, token, head) =
+        empty ? NEG_INF : (sums.row_max[r] + __builtin_log2f(sums.row_sum[r])) * LN2;
+  }
+}
+
+template <class T>
+void write_unit(const relay_call& call, const Unit& unit, const Accumulator& sums) {
+  if (call.partial_dtype == RELAY_F32)
+    write_rows<float>(call, unit, sums);
+  else
+    write_rows<T>(call, unit, sums);
+}
+
+// Merges the parts [count] of a unit into the first of them and writes the result.
+template <class T>
+void merge_parts(const relay_call& call, const Unit& unit, const Accumulator* parts,
+                 int64_t count) {
+  const int64_t out_row = rounded(call.head_size, PIECE);
+  const Accumulator& total = parts[0];
+  for (int64_t r = 0; r < unit.rows; ++r) {
+    float max = NEG_INF;
+    for (int64_t i = 0; i < count; ++i)
+      if (parts[i].row_max[r] > max) max = parts[i].row_max[r];
+    const float base = max == NEG_INF ? 0.0f : max;
+    // O = sum_i O_i 2 ** (m_i - m),  l = sum_i l_i 2 ** (m_i - m)
+    float sum = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const float factor = exp2(parts[i].row_max[r] - base);
+      const float* from = parts[i].out + r * out_row;  // [out_row]
+      float* to = total.out + r * out_row;
+      sum += parts[i].row_sum[r] * factor;
+      for (int64_t d = 0; d < call.head_size; d += W)
+        store(to + d, (i ? load(to + d) : vf{}) + load(from + d) * factor);
+    }
+    total.row_max[r] = max;
+    total.row_sum[r] = sum;
+  }
+  write_unit<T>(call, unit, total);
+}
+
+// Relay fusion: partials merged by their LSE (RelayAttention, arXiv 2402.14808, eq. 7-12).
+// out = sum_p out_p exp(lse_p) / sum_p exp(lse_p), for tokens [from, to) of the call.
+template <class In, class Out>
+void fuse_partials(const relay_call& call, int64_t from, int64_t to) {
+  float total[MAX_HEAD_SIZE];
+  for (int64_t token = from; token < to; ++token) {
+    for (int64_t head = 0; head < call.heads; ++head) {
+      float max = NEG_INF;
+      int64_t live = 0;
+      const auto lse = [&](int64_t p) {
+        return *row_at<float>(call.partials[p].lse, token, head);
+      };
+      for (int64_t p = 0; p < call.num_partials; ++p) {
+        if (__builtin_isinf(lse(p))) continue;  // attended to nothing: its out may hold NaN
+        ++live;
+        if (lse(p) > max) max = lse(p);
+      }
+      if (max == NEG_INF) max = 0;  // every LSE left is NaN, or none is left
+      // total = sum_p out_p w_p, w_p = exp(lse_p - max)
+      float weight = 0;
+      __builtin_memset(total, 0, call.head_size * sizeof(float));
+      for (int64_t p = 0; p < call.num_partials; ++p) {
+        if (__builtin_isinf(lse(p))) continue;
+        const float w = exp2((lse(p) - max) * LOG2E);
+        const In* out = row_at<In>(call.partials[p].out, token, head);  // [D]
+        weight += w;
+        for (int64_t d = 0; d < call.head_size; d += W)
+          store(total + d, load(total + d) + widen(out + d) * w);
+      }
+      const float inverse = live ? 1.0f / weight : 0.0f;
+      Out* fused = row_at<Out>(call.fused, place_of(call, token), head);  // [D]
+      for (int64_t d = 0; d < call.head_size; d += W) narrow(load(total + d) * inverse, fused + d);
+    }
+  }
+}
+
+// Kernels::fuse.
+template <class T>
+void fuse(const relay_call& call, int64_t from, int64_t to) {
+  if (call.partial_dtype == RELAY_F32)
+    fuse_partials<float, T>(call, from, to);
+  else
+    fuse_partials<T, T>(call, from, to);
 }
 
 }  // namespace

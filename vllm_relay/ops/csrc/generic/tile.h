@@ -1,16 +1,91 @@
-// A tile of keys and values: located in memory, prefetched, packed where it must be.
+// A tile of keys and values: located in memory, prefetched, packed where it must be; and the
+// scratch memory of the thread that attends to it.
 #pragma once
-#include "pack.h"
-#include "prefetch.h"
-#include "scratch.h"
+#include "../kernels.h"
+#include "product.h"
 
 namespace relay {
 namespace {
 
+// Floats of a row of scores. A product may write up to 8 vectors beyond the tile, and rows must
+// not all fall into the same few cache sets.
+constexpr int64_t SCORES_ROW = TILE_SLOTS + 9 * W;
+
+template <class T>
+struct Scratch {
+  typedef typename Dot<T>::Weight Weight;
+  int64_t q_row, out_row;  // elements of a row of q and of sums.out
+  float* scores;           // [REGISTER_ROWS, SCORES_ROW], then softmax weights
+  Weight* q;               // [MAX_ROWS, q_row]
+  Accumulator sums;        // of MAX_ROWS
+  T* packed[2];            // [TILE_SLOTS * D] each, a tile's keys and values
+
+  Scratch(char* at, int64_t head_size) {
+    q_row = head_size / Dot<T>::steps;
+    out_row = rounded(head_size, PIECE);
+    const auto take = [&](int64_t bytes) {
+      char* here = at;
+      at += rounded(bytes, 64);
+      return here;
+    };
+    scores = (float*)take(REGISTER_ROWS * SCORES_ROW * sizeof(float));
+    q = (Weight*)take(MAX_ROWS * q_row * sizeof(Weight));
+    sums = accumulator_in((float*)take(accumulator_floats(head_size) * sizeof(float)), head_size);
+    for (T*& operand : packed) operand = (T*)take(TILE_SLOTS * head_size * sizeof(T));
+  }
+
+  static constexpr int64_t bytes() {
+    return 64 * 8 + REGISTER_ROWS * SCORES_ROW * 4 + 2 * MAX_ROWS * 4 +
+           2 * MAX_ROWS * MAX_HEAD_SIZE * 4 + 2 * TILE_SLOTS * MAX_HEAD_SIZE * (int64_t)sizeof(T);
+  }
+};
+
+// Packs keys or values, W columns at a time; steps and columns beyond those given become zeros.
+//   packed: [panels, steps / Dot::steps, W, Dot::steps], strides in `panels`
+//   given:  [steps, columns], strides and order in `operand`
+template <class T>
+void pack(void* packed, const relay_operand& panels, const void* given,
+          const relay_operand& operand, int64_t steps, int64_t columns) {
+  T* to = (T*)packed;
+  const T* from = (const T*)given;
+  constexpr int EACH = Dot<T>::steps;
+  if (operand.kind == RELAY_PANELS) {  // of the same width: copied
+    for (int64_t c = 0; c < columns; c += W)
+      for (int64_t s = 0; s < steps; s += EACH)
+        __builtin_memcpy(to + c / W * panels.panel + s / EACH * panels.stride,
+                         from + c / W * operand.panel + s / EACH * operand.stride,
+                         W * EACH * sizeof(T));
+    return;
+  }
+  const bool across = operand.kind == RELAY_ACROSS;
+  const int64_t column_stride = across ? operand.stride : 1;
+  const int64_t step_stride = across ? 1 : operand.stride;
+  for (int64_t c = 0; c < columns; c += W) {
+    T* panel = to + c / W * panels.panel;
+    const int64_t wide = min(columns - c, W);
+    int64_t s = 0;
+    if (wide == W)
+      s = Dot<T>::pack(panel, panels.stride, from + c * column_stride, operand.stride, across,
+                       steps);
+    // panel[s / EACH, i, s % EACH] = from[s, c + i]
+    for (; s < steps; s += EACH) {
+      T* step = panel + s / EACH * panels.stride;
+      for (int i = 0; i < W; ++i)
+        for (int e = 0; e < EACH; ++e)
+          step[i * EACH + e] = i < wide && s + e < steps
+                                   ? from[(c + i) * column_stride + (s + e) * step_stride]
+                                   : T{};
+    }
+  }
+}
+
+// The operands of a tile: tokens are the columns of keys and the steps of values.
+enum { KEYS, VALUES };
+
 // A run of a tile's tokens that lie in one KV block (or in dense memory).
 template <class T>
 struct Run {
-  const T *k, *v;  // of its first token, in the layout of Tile::k and Tile::v
+  const T* at[2];  // its first token, in the layout of Tile::operands
   int64_t first, tokens;
   int64_t there;  // tokens in memory from the first to the end of the block
   int64_t slot;   // its first column in a row of scores, a multiple of PIECE
@@ -18,7 +93,7 @@ struct Run {
 
 template <class T>
 struct Tile {
-  relay_operand k, v;
+  relay_operand operands[2];
   Run<T> runs[TILE_SLOTS / PIECE];
   int count = 0;
 };
@@ -27,12 +102,11 @@ template <class T>
 void locate_tile(const relay_call& call, const Unit& unit, int64_t index, Tile<T>& tile) {
   const relay_sequence& sequence = call.sequences[unit.sequence];
   const relay_layout& layout = call.layouts[sequence.layout];
-  const relay_operand &k = tile.k = layout.k, &v = tile.v = layout.v;
-  constexpr int EACH = Dot<T>::steps;
+  tile.operands[KEYS] = layout.k;
+  tile.operands[VALUES] = layout.v;
   tile.count = 0;
-  int64_t slot = 0, end = (index + 1) * unit.tile_keys;
-  if (end > unit.keys) end = unit.keys;
-  for (int64_t t = index * unit.tile_keys; t < end;) {
+  const int64_t end = min((index + 1) * unit.tile_keys, unit.keys);
+  for (int64_t t = index * unit.tile_keys, slot = 0; t < end;) {
     int64_t block = 0, in = t, there = sequence.keys - t;
     if (layout.block_tokens) {
       block = sequence.table[t / layout.block_tokens];
@@ -41,18 +115,14 @@ void locate_tile(const relay_call& call, const Unit& unit, int64_t index, Tile<T
     }
     Run<T>& run = tile.runs[tile.count++];
     run.first = t;
-    run.tokens = end - t < there ? end - t : there;
+    run.tokens = min(end - t, there);
     run.there = there;
     run.slot = slot;
-    // Tokens are the columns of keys and the steps of values.
-    const int64_t k_in = k.kind == RELAY_PANELS ? in / W * k.panel
-                         : k.kind == RELAY_ROWS ? in
-                                                : in * k.stride;
-    const int64_t v_in = v.kind == RELAY_PANELS ? in / EACH * v.stride
-                         : v.kind == RELAY_ROWS ? in * v.stride
-                                                : in;
-    run.k = (const T*)k.base + block * k.block + unit.kv_head * k.head + k_in;
-    run.v = (const T*)v.base + block * v.block + unit.kv_head * v.head + v_in;
+    for (int i = 0; i < 2; ++i) {
+      const relay_operand& x = tile.operands[i];
+      run.at[i] = (const T*)x.base + block * x.block + unit.kv_head * x.head +
+                  token_offset(x, i == KEYS, in, W, Dot<T>::steps);
+    }
     slot += rounded(run.tokens, PIECE);
     t += run.tokens;
   }
@@ -60,42 +130,34 @@ void locate_tile(const relay_call& call, const Unit& unit, int64_t index, Tile<T
 
 // Has a tile's keys or values fetched, run by run, where at least half of the span is theirs.
 template <class T>
-void prefetch_tile(const Tile<T>& tile, bool keys, int64_t head_size, Prefetcher& prefetcher) {
+void prefetch_tile(const Tile<T>& tile, int which, int64_t head_size, Prefetcher& prefetcher) {
+  const relay_operand& operand = tile.operands[which];
   for (int i = 0; i < tile.count; ++i) {
-    const Run<T>& run = tile.runs[i];
-    const relay_operand& operand = keys ? tile.k : tile.v;
-    const int64_t steps = keys ? head_size : run.tokens, columns = keys ? run.tokens : head_size;
+    const int64_t tokens = tile.runs[i].tokens;
+    const int64_t steps = which == KEYS ? head_size : tokens;
+    const int64_t columns = which == KEYS ? tokens : head_size;
     int64_t span = steps * columns;
     if (operand.kind == RELAY_ROWS) span = (steps - 1) * operand.stride + columns;
     if (operand.kind == RELAY_ACROSS) span = (columns - 1) * operand.stride + steps;
-    if (span < 2 * steps * columns) prefetcher.add(keys ? run.k : run.v, span * sizeof(T));
+    if (span < 2 * steps * columns) prefetcher.add(tile.runs[i].at[which], span * sizeof(T));
   }
 }
 
 // Packs keys and values whose columns lie across memory, which a product cannot read.
 template <class T>
 void pack_tile(Tile<T>& tile, Scratch<T>& scratch, int64_t head_size) {
-  constexpr int EACH = Dot<T>::steps;
-  relay_operand panels = {nullptr, W * EACH, W * head_size, 0, 0, RELAY_PANELS};
-  if (tile.k.kind == RELAY_ACROSS) {
+  for (int which = 0; which < 2; ++which) {
+    relay_operand& operand = tile.operands[which];
+    if (operand.kind != RELAY_ACROSS) continue;
+    const relay_operand panels = panels_of(which == KEYS, head_size, W, Dot<T>::steps);
     for (int i = 0; i < tile.count; ++i) {
       Run<T>& run = tile.runs[i];
-      T* to = scratch.k + run.slot * head_size;
-      pack(to, panels, run.k, tile.k, head_size, run.tokens);
-      run.k = to;
+      T* to = scratch.packed[which] + run.slot * head_size;
+      pack<T>(to, panels, run.at[which], operand, which == KEYS ? head_size : run.tokens,
+           which == KEYS ? run.tokens : head_size);
+      run.at[which] = to;
     }
-    tile.k = panels;
-  }
-  panels.stride = head_size * EACH;
-  panels.panel = W * EACH;
-  if (tile.v.kind == RELAY_ACROSS) {
-    for (int i = 0; i < tile.count; ++i) {
-      Run<T>& run = tile.runs[i];
-      T* to = scratch.v + run.slot * head_size;
-      pack(to, panels, run.v, tile.v, run.tokens, head_size);
-      run.v = to;
-    }
-    tile.v = panels;
+    operand = panels;
   }
 }
 

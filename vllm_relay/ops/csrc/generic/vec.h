@@ -1,10 +1,10 @@
-// Vectors of W floats in registers, and conversions that every instruction set computes alike.
+// Vectors of W floats in registers, conversions, and how elements enter a multiply-add.
 //
-// isa/NAME.h defines W, includes this file and adds what it has instructions for:
-//   reduce_max, reduce_add, exp2      of a vector; `any_isa` below has them in plain C++
+// isa/NAME.h defines W, REGISTER_ROWS, register_vectors and register_vectors_in_place (product.h),
+// includes this file and adds what it has instructions for:
 //   widen(const f16*), narrow(vf, f16*)
-//   REGISTER_ROWS, register_vectors, register_vectors_in_place     see product.h
-//   Dot<T> for element types that are not multiplied as floats     see dot.h
+//   reduce_max, reduce_add, exp2 of vf, in place of the templates here
+//   Dot<T> for element types that are not multiplied as floats
 #pragma once
 #include <stdint.h>
 
@@ -49,22 +49,23 @@ RELAY_INLINE vf exp2_polynomial(vf f) {
   return p * f + 1.000000072f;
 }
 
-namespace any_isa {
-
-RELAY_INLINE float reduce_max(vf x) {
+template <class Vector>
+RELAY_INLINE float reduce_max(Vector x) {
   float most = x[0];
   for (int i = 1; i < W; ++i) most = x[i] > most ? x[i] : most;
   return most;
 }
 
-RELAY_INLINE float reduce_add(vf x) {
+template <class Vector>
+RELAY_INLINE float reduce_add(Vector x) {
   float total = x[0];
   for (int i = 1; i < W; ++i) total += x[i];
   return total;
 }
 
 // 2 ** x for x <= 0 (and for small x above), 0 below the smallest normal number.
-RELAY_INLINE vf exp2(vf x) {
+template <class Vector>
+RELAY_INLINE Vector exp2(Vector x) {
   const vf y = max_keeping_nan(x, broadcast(-126.0f));
   // Adding 1.5 * 2 ** 23 rounds to an integer and leaves it in the lowest bits.
   const vf shifted = y + 12582912.0f;
@@ -72,8 +73,6 @@ RELAY_INLINE vf exp2(vf x) {
   const vf result = (vf)((vi)p + ((vi)shifted << 23));
   return x < -126.0f ? vf{} : x == x ? result : x;  // a NaN's bits are arbitrary: return x
 }
-
-}  // namespace any_isa
 
 // p: [W]
 RELAY_INLINE vf widen(const float* p) { return load(p); }
@@ -105,6 +104,53 @@ RELAY_INLINE void narrow(vf x, bf16* p) {
   const vh halves = __builtin_convertvector(result, vh);
   __builtin_memcpy(p, &halves, sizeof halves);
 }
+
+// Elements of type T in products: one step of the inner dimension at a time, as floats.
+template <class T>
+struct Dot {
+  static constexpr int steps = 1;  // that one instruction multiplies and adds
+  typedef float Weight;            // `steps` elements of one row of A
+  typedef vf Vector;               // W columns of `steps` rows of B
+
+  // total[c] += weight * x[c]
+  static RELAY_INLINE vf add(vf total, Weight weight, Vector x) { return weight * x + total; }
+
+  // p: [W, steps], one vector of a packed panel
+  static RELAY_INLINE Vector load(const T* p) { return widen(p); }
+
+  // x with all but the first of its steps zeroed.
+  static RELAY_INLINE Vector first_step(Vector x) { return x; }
+
+  // N vectors of adjacent columns, zeros from `columns` on where MASKED; !both: the first step
+  // alone, the others zero.
+  //   p: [steps, N * W], rows `stride` apart
+  template <bool MASKED, int N>
+  static RELAY_INLINE void load_adjacent(const T* p, int64_t, int64_t columns, bool,
+                                         Vector (&x)[N]) {
+    for (int n = 0; n < N; ++n) {
+      if constexpr (MASKED)
+        x[n] = columns - n * W < W ? widen_some(p + n * W, columns - n * W) : widen(p + n * W);
+      else
+        x[n] = widen(p + n * W);
+    }
+  }
+
+  // Sums of vectors from load_adjacent, put into the order of the columns.
+  template <int N>
+  static RELAY_INLINE void restore_order(vf (&)[N]) {}
+
+  // 2 W softmax weights, rounded to what `add` reads. to: [2 W / steps]
+  static RELAY_INLINE void store_weights(Weight* to, vf low, vf high) {
+    store(to, low);
+    store(to + W, high);
+  }
+
+  // Packs W columns, and returns how many steps: the caller packs the rest element by element.
+  //   panel: [steps / Dot::steps, W, Dot::steps], vectors `panel_stride` apart
+  //   from:  [W, steps] with columns `stride` apart if across, else [steps, W] with steps `stride`
+  //          apart
+  static RELAY_INLINE int64_t pack(T*, int64_t, const T*, int64_t, bool, int64_t) { return 0; }
+};
 
 }  // namespace
 }  // namespace relay

@@ -8,23 +8,20 @@
 #include <immintrin.h>
 
 namespace relay {
+constexpr int W = 16;
+}
+
+#include "../generic/vec.h"
+
+namespace relay {
 namespace {
 
-constexpr int W = 16;
 constexpr int REGISTER_ROWS = 8;
 constexpr int register_vectors(int rows) {
   return rows <= 2 ? 8 : rows <= 4 ? 6 : rows <= 6 ? 4 : 3;
 }
 // Adjacent columns come in twos and, mostly, in a power of two.
 constexpr int register_vectors_in_place(int rows) { return rows <= 2 ? 8 : rows <= 6 ? 4 : 2; }
-
-}  // namespace
-}  // namespace relay
-
-#include "../generic/vec.h"
-
-namespace relay {
-namespace {
 
 RELAY_INLINE float reduce_max(vf x) { return _mm512_reduce_max_ps((__m512)x); }
 

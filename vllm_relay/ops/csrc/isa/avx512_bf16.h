@@ -7,8 +7,6 @@
 #pragma once
 #include "avx512.h"
 
-#include "../generic/dot.h"
-
 namespace relay {
 namespace {
 

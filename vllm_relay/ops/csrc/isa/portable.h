@@ -7,24 +7,17 @@
 #pragma once
 
 namespace relay {
-namespace {
-
 constexpr int W = 4;
-constexpr int REGISTER_ROWS = 4;
-constexpr int register_vectors(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
-constexpr int register_vectors_in_place(int rows) { return register_vectors(rows); }
-
-}  // namespace
-}  // namespace relay
+}
 
 #include "../generic/vec.h"
 
 namespace relay {
 namespace {
 
-using any_isa::exp2;
-using any_isa::reduce_add;
-using any_isa::reduce_max;
+constexpr int REGISTER_ROWS = 4;
+constexpr int register_vectors(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
+constexpr int register_vectors_in_place(int rows) { return register_vectors(rows); }
 
 // p: [W]
 RELAY_INLINE vf widen(const f16* p) {
