@@ -1,7 +1,4 @@
-"""Summary of a serving comparison: medians over rounds, speed-ups, the rate within a bound.
-
-Rows are those of `vllm_relay.serving.comparison.compare`.
-"""
+"""Summary of a comparison's rows: medians over rounds, speed-ups, the rate within a bound."""
 
 import math
 import statistics

@@ -44,10 +44,6 @@ class Forest:
     num_rows: int
     block_size: int
 
-    @property
-    def num_groups(self) -> int:
-        return sum(len(level) for level in self.levels)
-
 
 def check_batch(
     block_table: NDArray[np.int32], lens: NDArray[np.int32], block_size: int, *, lens_name: str

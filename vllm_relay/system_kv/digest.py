@@ -26,13 +26,10 @@ _NOT_TOKENIZER = ("chat_template", "name_or_path", "transformers_version", "mode
 
 
 def digest_weights(model: Path) -> str:
-    """BLAKE3 over all weight files of a model, their names and sizes; 64 hexadecimal digits.
+    """BLAKE3 over all weight files of a model's folder, or one GGUF file, their names and sizes.
 
     Every byte is read: two checkpoints may differ in one tensor. On one core this takes a fraction
     of a second per GB in the page cache, and leaves the files there for the engine to load.
-
-    Args:
-        model: the model's folder, or one GGUF file.
 
     Raises:
         FileNotFoundError: no weight files.

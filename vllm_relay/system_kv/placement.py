@@ -21,11 +21,7 @@ class Placement:
 def place(prompts: Sequence[Sequence[int]], block_size: int) -> list[Placement]:
     """Block ids from 1 on for each prompt; prompts with a common prefix share its blocks.
 
-    Block 0 is vLLM's null block. Tokens past the last full block get none: each request prefills
-    them.
-
-    Args:
-        prompts: token ids. block_size: tokens per block.
+    Block 0 is vLLM's null block. Tokens past the last full block get none: requests prefill them.
     """
     placements: list[Placement] = []
     known: dict[tuple[int, tuple[int, ...]], int] = {}  # (block before, tokens) -> block
@@ -46,25 +42,22 @@ def place(prompts: Sequence[Sequence[int]], block_size: int) -> list[Placement]:
 def budget_error(
     pinned: int, usable: int, share: float, max_model_len: int, block_size: int
 ) -> str | None:
-    """The reason why so many blocks cannot be pinned, with the numbers; None when they can.
+    """Why ``pinned`` of ``usable`` blocks cannot be pinned, with the numbers; None when they can.
 
-    Args:
-        pinned: blocks to pin. usable: blocks of the KV cache. share: the part that may be pinned.
-        max_model_len: tokens of the longest request, which must still fit.
+    ``share`` is the part that may be; a request of ``max_model_len`` tokens must still fit.
     """
     allowed = math.floor(share * usable + 1e-6)  # 0.29 * 100 is 28.999…
+    need = f"system KVs need {pinned:,} of {usable:,} KV cache blocks"
     if pinned > allowed:
         return (
-            f"system KVs need {pinned:,} of {usable:,} KV cache blocks ({pinned / usable:.0%}); "
-            f"system_kv.budget allows {share:.0%}, {allowed:,} blocks: enlarge the KV cache or the "
-            "budget, or load fewer"
+            f"{need} ({pinned / usable:.0%}); system_kv.budget allows {share:.0%}, {allowed:,} "
+            "blocks: enlarge the KV cache or the budget, or load fewer"
         )
     longest = math.ceil(max_model_len / block_size)
     if usable - pinned < longest:
         return (
-            f"system KVs need {pinned:,} of {usable:,} KV cache blocks; the other "
-            f"{usable - pinned:,} cannot hold one request of max_model_len {max_model_len:,} "
-            f"({longest:,} blocks), which would wait for ever: enlarge the KV cache, lower "
-            "--max-model-len, or load fewer"
+            f"{need}; the other {usable - pinned:,} cannot hold one request of max_model_len "
+            f"{max_model_len:,} ({longest:,} blocks), which would wait for ever: enlarge the KV "
+            "cache, lower --max-model-len, or load fewer"
         )
     return None

@@ -32,7 +32,7 @@ def find(block_table: np.ndarray, computed_lens: np.ndarray) -> list[tuple[list[
 def test_nothing_shared() -> None:
     forest = find_forest(table([1, 2], [3, 2]), lens(8, 8), BLOCK_SIZE)
     assert forest.levels == ()
-    assert (forest.num_rows, forest.block_size, forest.num_groups) == (2, BLOCK_SIZE, 0)
+    assert (forest.num_rows, forest.block_size) == (2, BLOCK_SIZE)
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (0, 5), (1, 5), (3, 0)])

@@ -123,7 +123,7 @@ def run(
         q = torch.randn(int(starts[-1]), QUERY_HEADS, HEAD_SIZE, generator=pool.noise)
         expected = truth(batch, q)
         assert expected.isfinite().all(), "the simulation itself lost track of a token"
-        pool.seen["two groups"] += forest.num_groups > 1
+        pool.seen["two groups"] += sum(map(len, forest.levels)) > 1
         pool.seen["two levels"] += len(forest.levels) > 1
         if forest.levels:
             check_forest(forest)

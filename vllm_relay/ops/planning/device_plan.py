@@ -17,7 +17,7 @@ _REPORTS = 3
 
 
 class DevicePlan:
-    """Plans steps of up to ``max_rows`` requests over a paged KV cache.
+    """Plans steps of up to ``max_rows`` requests over a paged KV cache; ``updates`` so far.
 
     Rows share a block iff their tables hold the same id at the same column and at all columns
     before it (contract 2). A segment holds only full blocks computed before the row's first query
@@ -78,7 +78,7 @@ class DevicePlan:
             for _ in range(_REPORTS)
         ]
         self._copied = [torch.cuda.Event() if cuda else None for _ in range(_REPORTS)]
-        self._updates = 0
+        self.updates = 0
 
     def _max_groups(self, rows: int) -> int:
         """Most groups of a level of ``rows`` requests: each has two members and saves enough."""
@@ -139,12 +139,12 @@ class DevicePlan:
             min_saved_blocks=self._min_saved_blocks,
             counted=count,
         )
-        slot = self._updates % _REPORTS
+        slot = self.updates % _REPORTS
         self._reports[slot].copy_(b.report, non_blocking=True)
         event = self._copied[slot]
         if event is not None and not torch.cuda.is_current_stream_capturing():
             event.record()
-        self._updates += 1
+        self.updates += 1
         return Plan(
             levels=[
                 Part(
@@ -185,11 +185,6 @@ class DevicePlan:
         if x.stride(-1) != 1:
             raise ValueError(f"{name}: expected a dense last dimension, got strides {x.stride()}")
 
-    @property
-    def updates(self) -> int:
-        """Number of steps planned."""
-        return self._updates
-
     def report(self, update: int) -> tuple[SharingStats, SharingStats]:
         """Numbers of planned step ``update``, from 0, and of all counted steps up to it.
 
@@ -198,7 +193,7 @@ class DevicePlan:
         Raises:
             ValueError: it is not one of the last three.
         """
-        if not max(0, self._updates - _REPORTS) <= update < self._updates:
+        if not max(0, self.updates - _REPORTS) <= update < self.updates:
             raise ValueError(f"update: {update} is not one of the last {_REPORTS} before now")
         if (event := self._copied[update % _REPORTS]) is not None:
             event.synchronize()
@@ -211,7 +206,7 @@ class DevicePlan:
 
     def newest(self, wait: bool = True) -> tuple[SharingStats, SharingStats]:
         """`report` of the last planned step, or without ``wait`` of the last that is done."""
-        for update in reversed(range(max(0, self._updates - _REPORTS), self._updates)):
+        for update in reversed(range(max(0, self.updates - _REPORTS), self.updates)):
             event = self._copied[update % _REPORTS]
             if wait or event is None or event.query():
                 return self.report(update)
