@@ -10,10 +10,17 @@ import importlib
 import inspect
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from vllm_relay import metrics
-from vllm_relay.config import CAPTURE_CONNECTOR, CONNECTOR
+from vllm_relay.config import (
+    BACKEND_NAME,
+    CAPTURE_CONNECTOR,
+    CONNECTOR,
+    has_settings,
+    is_asked_for,
+)
 from vllm_relay.patching import target, wrap
 
 if TYPE_CHECKING:
@@ -21,27 +28,20 @@ if TYPE_CHECKING:
 
 # First engine version accepted, first one refused; a test holds pyproject.toml to it.
 SUPPORTED = (0, 26), (0, 34)
-BACKEND_NAME = "RELAY"
 BACKEND_PATH = "vllm_relay.backend.RelayBackend"
 # vLLM's speculation methods without a draft model, whose drafts have no KV of their own.
 DRAFTS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
 
 
-def check_engine_version(version: str | None = None) -> None:
-    """Raise RuntimeError unless ``version``, by default vLLM's, is in `SUPPORTED`."""
+def unsupported(version: str | None = None) -> str | None:
+    """Why ``version``, by default vLLM's, is not in `SUPPORTED`, or None."""
     version = version or str(target("vllm.version:__version__"))
     low, high = SUPPORTED
-    try:
+    with suppress(ValueError):
         major, minor = version.split("+")[0].split(".")[:2]
-        accepted = low <= (int(major), int(minor)) < high
-    except ValueError:
-        accepted = False
-    if not accepted:
-        raise RuntimeError(
-            f"vllm-relay supports vLLM >= {low[0]}.{low[1]}, < {high[0]}.{high[1]}; found "
-            f"{version}. Install a matching pair, or start vLLM without this plugin: "
-            "VLLM_PLUGINS=''."
-        )
+        if low <= (int(major), int(minor)) < high:
+            return None
+    return f"it supports vLLM >= {low[0]}.{low[1]}, < {high[0]}.{high[1]}; found {version}"
 
 
 def backend_member() -> Any:
@@ -67,6 +67,15 @@ def backend_member() -> Any:
     # On the member, so that vLLM's own members are pickled as before.
     member.__reduce_ex__ = lambda protocol: (backend_member, ())
     return member
+
+
+def withdraw_backend() -> None:
+    """Take ``RELAY`` out of vLLM's backends: asking for it is vLLM's own error then."""
+    enum = target("vllm.v1.attention.backends.registry:AttentionBackendEnum")
+    if member := enum._member_map_.pop(BACKEND_NAME, None):
+        enum._value2member_map_.pop(member.value, None)
+        enum._member_names_.remove(BACKEND_NAME)
+        type.__delattr__(enum, BACKEND_NAME)
 
 
 def honour_backend_on_cpu() -> None:
@@ -180,18 +189,20 @@ _worker: Any = None
 def extend_worker() -> None:
     """Add ``llm.collective_rpc("relay_counters")``, and remember this process's worker.
 
+    Only in an engine that `is_asked_for` relay.
+
     Why: ``collective_rpc`` calls methods of workers, and a KV connector is not given its worker.
     Upstream: none for plugins; ``--worker-extension-cls`` takes one class, which is the user's.
     Remove when: plugins can add worker methods, and connectors are given their worker.
     """
-    base = target("vllm.v1.worker.worker_base:WorkerBase")
-    base.relay_counters = lambda self: metrics.counters()
 
-    @wrap(base, "__init__")
-    def init(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    @wrap(target("vllm.v1.worker.worker_base:WorkerBase"), "__init__")
+    def init(stock: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         global _worker
-        _worker = weakref.ref(self)
-        stock(self, *args, **kwargs)
+        if is_asked_for(vllm_config):
+            _worker = weakref.ref(self)
+            self.relay_counters = metrics.counters
+        stock(self, vllm_config, *args, **kwargs)
 
 
 def worker() -> Any:
@@ -229,6 +240,8 @@ def wrap_engine_args(
 
     @wrap(engine_args, "create_engine_config")
     def create(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not has_settings(self.additional_config, self.kv_transfer_config):
+            return stock(self, *args, **kwargs)
         configure(self)
         config = stock(self, *args, **kwargs)
         # One of several API servers starts no engine; the process above them has checked.
@@ -239,7 +252,8 @@ def wrap_engine_args(
     @wrap(engine_args, "from_cli_args")
     def from_cli(stock: Any, cls: Any, args: Any) -> Any:
         made = stock(cls, args)
-        made._relay_chat_template = getattr(args, "chat_template", None)
+        if has_settings(made.additional_config, made.kv_transfer_config):
+            made._relay_chat_template = getattr(args, "chat_template", None)
         return made
 
 

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+# Name in vLLM's AttentionBackendEnum.
+BACKEND_NAME = "RELAY"
 # Our KV connectors in vLLM: the first loads system-KV files, the second builds them.
 CONNECTOR, CONNECTOR_MODULE = "SystemKVConnector", "vllm_relay.system_kv.connector"
 CAPTURE_CONNECTOR = "CaptureConnector"
@@ -125,3 +127,18 @@ class RelayConfig:
 def only_system_kv(kv_transfer_config: Any) -> bool:
     """True if vLLM's KVTransferConfig (or None) names no KV connector, or ours alone."""
     return kv_transfer_config is None or kv_transfer_config.kv_connector in (None, CONNECTOR)
+
+
+def has_settings(additional_config: Any, kv_transfer_config: Any) -> bool:
+    """True if vLLM's options name relay's settings or one of our KV connectors."""
+    named = isinstance(additional_config, Mapping) and "relay" in additional_config
+    return named or any(name in str(kv_transfer_config) for name in (CONNECTOR, CAPTURE_CONNECTOR))
+
+
+def is_asked_for(vllm_config: Any) -> bool:
+    """True if an engine with this VllmConfig selected the backend, or has settings of ours."""
+    attention = vllm_config.attention_config
+    selected = [attention.backend, *getattr(attention, "backend_per_kind", {}).values()]
+    return any(getattr(backend, "name", None) == BACKEND_NAME for backend in selected) or (
+        has_settings(vllm_config.additional_config, vllm_config.kv_transfer_config)
+    )
