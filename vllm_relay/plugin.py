@@ -12,8 +12,9 @@ from typing import Any
 from vllm_relay import compat, metrics
 from vllm_relay.config import CONNECTOR, CONNECTOR_MODULE
 
-# Environment variable, inherited by an engine's processes: the reason that was logged already.
-REPORTED = "VLLM_RELAY_UNAVAILABLE"
+# Environment variable that children inherit: the reason that was logged already. Without vLLM's
+# prefix, whose unknown variables it warns of.
+REPORTED = "RELAY_UNAVAILABLE"
 
 
 def register() -> None:
