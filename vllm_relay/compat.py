@@ -14,14 +14,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from vllm_relay import metrics
-from vllm_relay.config import (
-    BACKEND_NAME,
-    CAPTURE_CONNECTOR,
-    CONNECTOR,
-    has_settings,
-    is_asked_for,
-)
-from vllm_relay.patching import target, wrap
+from vllm_relay.config import BACKEND_NAME, CAPTURE_CONNECTOR, CONNECTOR, configured, is_asked_for
+from vllm_relay.patching import swapped, target, wrap
 
 if TYPE_CHECKING:
     from vllm_relay.backend.cuda_graphs import FullGraphs
@@ -157,11 +151,8 @@ def capture_plain_graphs(graphs: "FullGraphs") -> None:
         plain = getattr(self, "_relay_plain_graphs", {})
         if desc not in plain or graphs.relayed():
             return stock(self, desc, *args, **kwargs)
-        with_relay, self.graphs = self.graphs, plain
-        try:
+        with swapped(self, graphs=plain):
             return stock(self, desc, *args, **kwargs)
-        finally:
-            self.graphs = with_relay
 
     @wrap(manager, "capture")
     def capture(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -172,14 +163,9 @@ def capture_plain_graphs(graphs: "FullGraphs") -> None:
         measuring = getattr(self, "_max_full_descs_to_capture", None) is not None
         if not graphs.wanted() or not full or measuring:
             return result
-        with_relay, descs = self.graphs, self._capture_descs
-        self.graphs, self._capture_descs = {}, full
-        try:
-            with graphs.capture_plain():
-                stock(self, *args, **kwargs)
+        with swapped(self, graphs={}, _capture_descs=full), graphs.capture_plain():
+            stock(self, *args, **kwargs)
             self._relay_plain_graphs = self.graphs
-        finally:
-            self.graphs, self._capture_descs = with_relay, descs
         return result
 
 
@@ -187,9 +173,7 @@ _worker: Any = None
 
 
 def extend_worker() -> None:
-    """Add ``llm.collective_rpc("relay_counters")``, and remember this process's worker.
-
-    Only in an engine that `is_asked_for` relay.
+    """Add ``llm.collective_rpc("relay_counters")`` to engines with relay; remember the worker.
 
     Why: ``collective_rpc`` calls methods of workers, and a KV connector is not given its worker.
     Upstream: none for plugins; ``--worker-extension-cls`` takes one class, which is the user's.
@@ -240,7 +224,7 @@ def wrap_engine_args(
 
     @wrap(engine_args, "create_engine_config")
     def create(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not has_settings(self.additional_config, self.kv_transfer_config):
+        if not configured(self):
             return stock(self, *args, **kwargs)
         configure(self)
         config = stock(self, *args, **kwargs)
@@ -252,7 +236,7 @@ def wrap_engine_args(
     @wrap(engine_args, "from_cli_args")
     def from_cli(stock: Any, cls: Any, args: Any) -> Any:
         made = stock(cls, args)
-        if has_settings(made.additional_config, made.kv_transfer_config):
+        if configured(made):
             made._relay_chat_template = getattr(args, "chat_template", None)
         return made
 
@@ -287,9 +271,11 @@ def tap_kv_updates(impl: Any, take: Callable[[Any, Any, Any], None]) -> None:
     """
 
     @wrap(impl, "do_kv_cache_update")
-    def update(stock: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slots: Any) -> Any:
-        done = stock(layer, key, value, kv_cache, slots)
-        take(key, value, slots)
+    def update(
+        stock: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any
+    ) -> Any:
+        done = stock(layer, key, value, kv_cache, slot_mapping)
+        take(key, value, slot_mapping)
         return done
 
 

@@ -129,16 +129,17 @@ def only_system_kv(kv_transfer_config: Any) -> bool:
     return kv_transfer_config is None or kv_transfer_config.kv_connector in (None, CONNECTOR)
 
 
-def has_settings(additional_config: Any, kv_transfer_config: Any) -> bool:
-    """True if vLLM's options name relay's settings or one of our KV connectors."""
-    named = isinstance(additional_config, Mapping) and "relay" in additional_config
-    return named or any(name in str(kv_transfer_config) for name in (CONNECTOR, CAPTURE_CONNECTOR))
+def configured(options: Any) -> bool:
+    """True if vLLM's EngineArgs or VllmConfig names relay's settings or one of our connectors."""
+    given, connectors = options.additional_config, str(options.kv_transfer_config)
+    named = isinstance(given, Mapping) and "relay" in given
+    return named or CONNECTOR in connectors or CAPTURE_CONNECTOR in connectors
 
 
 def is_asked_for(vllm_config: Any) -> bool:
     """True if an engine with this VllmConfig selected the backend, or has settings of ours."""
     attention = vllm_config.attention_config
     selected = [attention.backend, *getattr(attention, "backend_per_kind", {}).values()]
-    return any(getattr(backend, "name", None) == BACKEND_NAME for backend in selected) or (
-        has_settings(vllm_config.additional_config, vllm_config.kv_transfer_config)
+    return configured(vllm_config) or any(
+        getattr(backend, "name", None) == BACKEND_NAME for backend in selected
     )
