@@ -9,8 +9,7 @@ __version__ = "0.1.0"
 def register() -> None:
     """Register with vLLM, any number of times (entry point ``vllm.general_plugins``).
 
-    Raises:
-        RuntimeError: the installed vLLM is outside the supported range, or a patch does not apply.
+    Raises nothing: where relay is unavailable one line says why, and vLLM serves as without it.
     """
     from vllm_relay import plugin
 
@@ -25,5 +24,5 @@ def register_name() -> None:
     """
     from vllm_relay import compat
 
-    compat.check_engine_version()
-    compat.backend_member()
+    if compat.unsupported() is None:
+        compat.backend_member()

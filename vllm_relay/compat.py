@@ -10,38 +10,32 @@ import importlib
 import inspect
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from vllm_relay import metrics
-from vllm_relay.config import CAPTURE_CONNECTOR, CONNECTOR
-from vllm_relay.patching import target, wrap
+from vllm_relay.config import BACKEND_NAME, CAPTURE_CONNECTOR, CONNECTOR, configured, is_asked_for
+from vllm_relay.patching import swapped, target, wrap
 
 if TYPE_CHECKING:
     from vllm_relay.backend.cuda_graphs import FullGraphs
 
 # First engine version accepted, first one refused; a test holds pyproject.toml to it.
 SUPPORTED = (0, 26), (0, 34)
-BACKEND_NAME = "RELAY"
 BACKEND_PATH = "vllm_relay.backend.RelayBackend"
 # vLLM's speculation methods without a draft model, whose drafts have no KV of their own.
 DRAFTS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
 
 
-def check_engine_version(version: str | None = None) -> None:
-    """Raise RuntimeError unless ``version``, by default vLLM's, is in `SUPPORTED`."""
+def unsupported(version: str | None = None) -> str | None:
+    """Why ``version``, by default vLLM's, is not in `SUPPORTED`, or None."""
     version = version or str(target("vllm.version:__version__"))
     low, high = SUPPORTED
-    try:
+    with suppress(ValueError):
         major, minor = version.split("+")[0].split(".")[:2]
-        accepted = low <= (int(major), int(minor)) < high
-    except ValueError:
-        accepted = False
-    if not accepted:
-        raise RuntimeError(
-            f"vllm-relay supports vLLM >= {low[0]}.{low[1]}, < {high[0]}.{high[1]}; found "
-            f"{version}. Install a matching pair, or start vLLM without this plugin: "
-            "VLLM_PLUGINS=''."
-        )
+        if low <= (int(major), int(minor)) < high:
+            return None
+    return f"it supports vLLM >= {low[0]}.{low[1]}, < {high[0]}.{high[1]}; found {version}"
 
 
 def backend_member() -> Any:
@@ -67,6 +61,15 @@ def backend_member() -> Any:
     # On the member, so that vLLM's own members are pickled as before.
     member.__reduce_ex__ = lambda protocol: (backend_member, ())
     return member
+
+
+def withdraw_backend() -> None:
+    """Take ``RELAY`` out of vLLM's backends: asking for it is vLLM's own error then."""
+    enum = target("vllm.v1.attention.backends.registry:AttentionBackendEnum")
+    if member := enum._member_map_.pop(BACKEND_NAME, None):
+        enum._value2member_map_.pop(member.value, None)
+        enum._member_names_.remove(BACKEND_NAME)
+        type.__delattr__(enum, BACKEND_NAME)
 
 
 def honour_backend_on_cpu() -> None:
@@ -148,11 +151,8 @@ def capture_plain_graphs(graphs: "FullGraphs") -> None:
         plain = getattr(self, "_relay_plain_graphs", {})
         if desc not in plain or graphs.relayed():
             return stock(self, desc, *args, **kwargs)
-        with_relay, self.graphs = self.graphs, plain
-        try:
+        with swapped(self, graphs=plain):
             return stock(self, desc, *args, **kwargs)
-        finally:
-            self.graphs = with_relay
 
     @wrap(manager, "capture")
     def capture(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -163,14 +163,9 @@ def capture_plain_graphs(graphs: "FullGraphs") -> None:
         measuring = getattr(self, "_max_full_descs_to_capture", None) is not None
         if not graphs.wanted() or not full or measuring:
             return result
-        with_relay, descs = self.graphs, self._capture_descs
-        self.graphs, self._capture_descs = {}, full
-        try:
-            with graphs.capture_plain():
-                stock(self, *args, **kwargs)
+        with swapped(self, graphs={}, _capture_descs=full), graphs.capture_plain():
+            stock(self, *args, **kwargs)
             self._relay_plain_graphs = self.graphs
-        finally:
-            self.graphs, self._capture_descs = with_relay, descs
         return result
 
 
@@ -178,20 +173,20 @@ _worker: Any = None
 
 
 def extend_worker() -> None:
-    """Add ``llm.collective_rpc("relay_counters")``, and remember this process's worker.
+    """Add ``llm.collective_rpc("relay_counters")`` to engines with relay; remember the worker.
 
     Why: ``collective_rpc`` calls methods of workers, and a KV connector is not given its worker.
     Upstream: none for plugins; ``--worker-extension-cls`` takes one class, which is the user's.
     Remove when: plugins can add worker methods, and connectors are given their worker.
     """
-    base = target("vllm.v1.worker.worker_base:WorkerBase")
-    base.relay_counters = lambda self: metrics.counters()
 
-    @wrap(base, "__init__")
-    def init(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    @wrap(target("vllm.v1.worker.worker_base:WorkerBase"), "__init__")
+    def init(stock: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         global _worker
-        _worker = weakref.ref(self)
-        stock(self, *args, **kwargs)
+        if is_asked_for(vllm_config):
+            _worker = weakref.ref(self)
+            self.relay_counters = metrics.counters
+        stock(self, vllm_config, *args, **kwargs)
 
 
 def worker() -> Any:
@@ -229,6 +224,8 @@ def wrap_engine_args(
 
     @wrap(engine_args, "create_engine_config")
     def create(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not configured(self):
+            return stock(self, *args, **kwargs)
         configure(self)
         config = stock(self, *args, **kwargs)
         # One of several API servers starts no engine; the process above them has checked.
@@ -239,7 +236,8 @@ def wrap_engine_args(
     @wrap(engine_args, "from_cli_args")
     def from_cli(stock: Any, cls: Any, args: Any) -> Any:
         made = stock(cls, args)
-        made._relay_chat_template = getattr(args, "chat_template", None)
+        if configured(made):
+            made._relay_chat_template = getattr(args, "chat_template", None)
         return made
 
 
@@ -273,9 +271,11 @@ def tap_kv_updates(impl: Any, take: Callable[[Any, Any, Any], None]) -> None:
     """
 
     @wrap(impl, "do_kv_cache_update")
-    def update(stock: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slots: Any) -> Any:
-        done = stock(layer, key, value, kv_cache, slots)
-        take(key, value, slots)
+    def update(
+        stock: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any
+    ) -> Any:
+        done = stock(layer, key, value, kv_cache, slot_mapping)
+        take(key, value, slot_mapping)
         return done
 
 

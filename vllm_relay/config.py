@@ -9,6 +9,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, StrictB
 
 from vllm_relay.validation import Amount, Count, Positive, Text, checked
 
+# Name in vLLM's AttentionBackendEnum.
+BACKEND_NAME = "RELAY"
 # Our KV connectors in vLLM: the first loads system-KV files, the second builds them.
 CONNECTOR, CONNECTOR_MODULE = "SystemKVConnector", "vllm_relay.system_kv.connector"
 CAPTURE_CONNECTOR = "CaptureConnector"
@@ -98,3 +100,19 @@ class RelayConfig:
 def only_system_kv(kv_transfer_config: Any) -> bool:
     """True if vLLM's KVTransferConfig (or None) names no KV connector, or ours alone."""
     return kv_transfer_config is None or kv_transfer_config.kv_connector in (None, CONNECTOR)
+
+
+def configured(options: Any) -> bool:
+    """True if vLLM's EngineArgs or VllmConfig names relay's settings or one of our connectors."""
+    given, connectors = options.additional_config, str(options.kv_transfer_config)
+    named = isinstance(given, Mapping) and "relay" in given
+    return named or CONNECTOR in connectors or CAPTURE_CONNECTOR in connectors
+
+
+def is_asked_for(vllm_config: Any) -> bool:
+    """True if an engine with this VllmConfig selected the backend, or has settings of ours."""
+    attention = vllm_config.attention_config
+    selected = [attention.backend, *getattr(attention, "backend_per_kind", {}).values()]
+    return configured(vllm_config) or any(
+        getattr(backend, "name", None) == BACKEND_NAME for backend in selected
+    )

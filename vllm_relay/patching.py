@@ -1,9 +1,10 @@
-"""The two helpers of `vllm_relay.compat`: find what a patch changes, wrap a method once."""
+"""Helpers of `vllm_relay.compat`: find what a patch changes, wrap a method, swap attributes."""
 
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -23,12 +24,12 @@ def target(path: str) -> Any:
 def wrap(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
     """Decorator: replaces method ``name`` of a class or object by the function, once.
 
-    The function is called with the method, then its arguments; vLLM passes some by name, so the
-    parameters keep their names. Raises TargetMoved.
+    The function is called with the method, then its arguments. Those that it names are the first of
+    the method's, under the same names: vLLM passes some by name. Raises TargetMoved.
     """
     is_class = isinstance(owner, type)
+    title = (owner if is_class else type(owner)).__name__
     if not hasattr(owner, name):
-        title = (owner if is_class else type(owner)).__name__
         raise TargetMoved(f"this vLLM has no {title}.{name}")
     found = inspect.getattr_static(owner, name) if is_class else getattr(owner, name)
     stock = found.__func__ if isinstance(found, classmethod) else found
@@ -36,8 +37,24 @@ def wrap(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
     def replace(function: Callable[..., Any]) -> None:
         if hasattr(stock, "_vllm_relay"):
             return
+        parameters = inspect.signature(function).parameters.values()
+        named = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD][1:]
+        theirs = list(inspect.signature(stock).parameters)[: len(named)]
+        if named != theirs:
+            raise TargetMoved(f"this vLLM's {title}.{name} takes {theirs}, not {named}")
         wrapper = functools.wraps(stock)(lambda *args, **kwargs: function(stock, *args, **kwargs))
         wrapper._vllm_relay = True  # type: ignore[attr-defined]
         setattr(owner, name, classmethod(wrapper) if isinstance(found, classmethod) else wrapper)
 
     return replace
+
+
+@contextmanager
+def swapped(owner: Any, **values: Any) -> Iterator[None]:
+    """Context in which attributes of an object have these values."""
+    before = {name: getattr(owner, name) for name in values}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        vars(owner).update(before)

@@ -1,22 +1,42 @@
 """Registration with vLLM: the backend and our KV connector.
 
-`vllm_relay.compat` holds the patches that this applies.
+`vllm_relay.compat` holds the patches that this applies. None of them does anything in an engine
+that asks for neither the backend nor a system KV.
 """
 
+import os
 from contextlib import suppress
 from typing import Any
 
-from vllm_relay import compat
+from vllm_relay import compat, metrics
 from vllm_relay.config import CONNECTOR, CONNECTOR_MODULE
+
+# Environment variable that children inherit: the reason that was logged already. Without vLLM's
+# prefix, whose unknown variables it warns of.
+REPORTED = "RELAY_UNAVAILABLE"
 
 
 def register() -> None:
     """Add ``RELAY`` to vLLM's attention backends, with what it needs. Idempotent.
 
-    Raises:
-        RuntimeError: vLLM is outside `compat.SUPPORTED`, or lacks what a patch changes.
+    Outside `compat.SUPPORTED`, or where vLLM lacks what a patch changes, one line says so; the name
+    is withdrawn, so that asking for it is an error, and vLLM serves as without this plugin.
     """
-    compat.check_engine_version()
+    reason = compat.unsupported()
+    if reason is None:
+        try:
+            _install()
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+    if reason is not None:
+        with suppress(Exception):
+            compat.withdraw_backend()
+        if os.environ.get(REPORTED) != reason:
+            os.environ[REPORTED] = reason
+            metrics.say_once(f"unavailable: {reason}")
+
+
+def _install() -> None:
     compat.backend_member()
     from vllm.platforms import current_platform
 

@@ -1,6 +1,5 @@
 """The plugin in processes of its own: registration, pickling, versions, moved targets."""
 
-import re
 import subprocess
 import sys
 import textwrap
@@ -9,7 +8,7 @@ import pytest
 
 from tests.engine.engine import ROOT, environment
 from vllm_relay import compat
-from vllm_relay.compat import SUPPORTED, check_engine_version
+from vllm_relay.compat import SUPPORTED, unsupported
 from vllm_relay.patching import TargetMoved, target, wrap
 
 LOW, HIGH = (".".join(map(str, version)) for version in SUPPORTED)
@@ -29,14 +28,13 @@ def _python(code: str, *, with_log: bool = False) -> str:
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.27.1+cpu", "0.32.0", "0.33.1rc1"])
 def test_supported_engines_are_accepted(version: str) -> None:
-    assert check_engine_version(version) is None
+    assert unsupported(version) is None
 
 
 @pytest.mark.parametrize("version", ["0.25.9", f"{HIGH}.0", "1.0.0+cpu", "dev", "0.x"])
 def test_other_engines_are_refused_with_the_range(version: str) -> None:
-    expected = f"supports vLLM >= {LOW}, < {HIGH}; found {version[:3]}"
-    with pytest.raises(RuntimeError, match=re.escape(expected)):
-        check_engine_version(version)
+    expected = f"it supports vLLM >= {LOW}, < {HIGH}; found {version}"
+    assert unsupported(version) == expected
 
 
 def test_the_package_metadata_has_the_same_range() -> None:
@@ -133,19 +131,64 @@ def test_the_name_is_known_before_any_engine_is_made() -> None:
     assert out.split()[-1] == "RELAY"
 
 
-def test_an_engine_out_of_range_stops_register_with_the_reason() -> None:
-    out = _python(
-        """
-        import vllm.version
-        vllm.version.__version__ = "0.99.0"
-        import vllm_relay
-        try:
-            vllm_relay.register()
-        except RuntimeError as error:
-            print(error)
-        """
-    )
-    assert "found 0.99.0" in out and "VLLM_PLUGINS" in out
+# In a subprocess, before vLLM's plugins are loaded: what of vLLM this plugin has changed.
+CHANGED = """
+    import os, vllm.version
+    vllm.version.__version__ = {version!r}
+    {before}
+    from vllm.plugins import load_general_plugins
+    from vllm.platforms import current_platform
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.ompmultiprocessing import OMPProcessManager
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.worker.worker_base import WorkerBase
+    from vllm.config import AttentionConfig
+    load_general_plugins()
+    owners = EngineArgs, CpuPlatform, OMPProcessManager, WorkerBase
+    methods = [method for owner in owners for method in vars(owner).values()]
+    methods = [getattr(method, "__func__", method) for method in methods]
+    print("wrapped", sum(hasattr(method, "_vllm_relay") for method in methods))
+    print("known", "RELAY" in AttentionBackendEnum.__members__)
+    try:
+        AttentionConfig(backend="relay")
+    except Exception as error:
+        print("asked:", error)
+"""
+
+
+def changed(version: str, before: str = "") -> str:
+    return _python(CHANGED.format(version=version, before=before), with_log=True)
+
+
+def test_an_engine_in_the_range_has_the_name_and_the_wrappers() -> None:
+    out = changed("0.32.0")
+    assert "known True" in out and "wrapped 5" in out and "relay: unavailable" not in out
+
+
+@pytest.mark.parametrize("version", ["0.25.0", "0.34.0"])
+def test_an_engine_out_of_the_range_is_left_as_it_is_with_one_line(version: str) -> None:
+    out = changed(version)
+    assert "wrapped 0" in out and "known False" in out
+    assert out.count("relay: unavailable: it supports vLLM") == 1 and f"found {version}" in out
+    assert "Unknown attention backend: 'RELAY'" in out
+
+
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [
+        ("import vllm.engine.arg_utils as a; del a.EngineArgs.from_cli_args", "has no EngineArgs"),
+        (
+            "import vllm.platforms.cpu as c; "
+            "c.CpuPlatform.get_attn_backend_cls = classmethod(lambda cls, chosen: 'stock')",
+            "CpuPlatform.get_attn_backend_cls takes ['cls', 'chosen'], not",
+        ),
+    ],
+)
+def test_a_patch_whose_target_has_moved_makes_relay_unavailable(before: str, reason: str) -> None:
+    out = changed("0.32.0", before)
+    assert out.count("relay: unavailable: this vLLM") == 1 and reason in out
+    assert "known False" in out and "Unknown attention backend: 'RELAY'" in out
 
 
 def test_layers_without_a_relay_class_get_vllms_own_and_a_reason() -> None:
