@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.journal import describe
+from vllm_relay import metrics
 
 Spec = dict[str, Any]
 
@@ -46,9 +47,9 @@ def make_engine(spec: Spec) -> Any:
     )
 
 
-def relayed(llm: Any) -> int:
-    """Steps that the engine's first worker relayed so far."""
-    return int(llm.collective_rpc("relay_counters")[0]["steps_relayed"])
+def relayed() -> int:
+    """Steps that the engine, which runs in this process, relayed so far."""
+    return metrics.counters()["steps_relayed"]
 
 
 def force(llm: Any, case: Spec) -> Spec:
@@ -75,7 +76,7 @@ def force(llm: Any, case: Spec) -> Spec:
 
     if case["warm_up"]:
         generate(case["warm_up"], None)
-    before, replays_before = relayed(llm), engine_patches.replays()
+    before, replays_before = relayed(), engine_patches.replays()
     outputs = generate(case["prompts"], case["force"])
     return {
         "tokens": [list(o.token_ids) for o in outputs],
@@ -83,7 +84,7 @@ def force(llm: Any, case: Spec) -> Spec:
             [step[t].logprob for step, t in zip(o.logprobs, o.token_ids, strict=True)]
             for o in outputs
         ],
-        "steps_relayed": relayed(llm) - before,
+        "steps_relayed": relayed() - before,
         "replays": engine_patches.replays() - replays_before,
     }
 
@@ -113,7 +114,7 @@ def decode(llm: Any, case: Spec) -> Spec:
         llm.generate([{"prompt_token_ids": [*prefix, low]}], warm, use_tqdm=False)
 
     windows, steps, settle = case["windows"], case["steps"], case["settle"]
-    relayed_before, cascades_before = relayed(llm), engine_patches.cascades()
+    relayed_before, cascades_before = relayed(), engine_patches.cascades()
     replays_before = engine_patches.replays()
     params = SamplingParams(
         temperature=0,
@@ -150,7 +151,7 @@ def decode(llm: Any, case: Spec) -> Spec:
     return {
         "rates": [len(answers) * steps / (b - a) for a, b in itertools.pairwise(marks)],
         "tokens": [tokens[:4] for tokens in answers.values()],
-        "steps_relayed": relayed(llm) - relayed_before,
+        "steps_relayed": relayed() - relayed_before,
         "cascades": engine_patches.cascades() - cascades_before,
         "replays": engine_patches.replays() - replays_before,
     }

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.environment import engine_environment
+from vllm_relay import metrics
 from vllm_relay.serving.agreement import Answer
 from vllm_relay.serving.commands import build_system_kv
 from vllm_relay.serving.processes import ended_in_order
@@ -22,6 +23,10 @@ KV_BLOCK = 128
 
 class BenchWorker:
     """vLLM's ``worker_extension_cls``."""
+
+    def counters(self) -> dict[str, int]:
+        """Relay's counters; of vLLM's own workers, which lack ``relay_counters``, too."""
+        return metrics.counters()
 
     def gemm_rate(self) -> float:
         """Operations per second of a bf16 matrix product on the engine's threads."""
@@ -106,7 +111,7 @@ class Engine:
         self._llm.llm_engine.engine_core.shutdown()
 
     def counters(self) -> dict[str, int]:
-        return dict(self._llm.collective_rpc("relay_counters")[0])
+        return dict(self._llm.collective_rpc("counters")[0])
 
     def forget(self) -> None:
         """Empties the prefix cache; pinned system KV stays."""

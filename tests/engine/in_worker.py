@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.harness.force_tokens import ForceTokens  # noqa: F401
 from benchmarks.harness.kv_rows import copy_rows
+from vllm_relay import metrics
 from vllm_relay.ops.fusion.native import fuse
 from vllm_relay.ops.native import library as native
 
@@ -155,6 +156,9 @@ class WorkerExtension:
             return step, stats
 
         StepPlanner.plan = plan
+
+    def counters(self) -> dict[str, int]:
+        return metrics.counters()
 
     def seen_steps(self) -> dict[str, dict[int, int]]:
         return _seen

@@ -59,7 +59,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
                 ],
             }
         )
-    workers = llm.collective_rpc("relay_counters")
+    workers = llm.collective_rpc("counters")
     seen = llm.collective_rpc("seen_steps")[0]
     return {"passes": results, "counters": workers[0], "workers": workers, **seen}
 

@@ -86,7 +86,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         "answers": answers,
         "preemptions": preemptions,
         "watched": llm.collective_rpc("watched")[0],
-        "counters": llm.collective_rpc("relay_counters")[0],
+        "counters": llm.collective_rpc("counters")[0],
     }
 
 

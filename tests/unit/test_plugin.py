@@ -131,64 +131,61 @@ def test_the_name_is_known_before_any_engine_is_made() -> None:
     assert out.split()[-1] == "RELAY"
 
 
-# In a subprocess, before vLLM's plugins are loaded: what of vLLM this plugin has changed.
-CHANGED = """
-    import os, vllm.version
-    vllm.version.__version__ = {version!r}
-    {before}
-    from vllm.plugins import load_general_plugins
-    from vllm.platforms import current_platform
-    from vllm.platforms.cpu import CpuPlatform
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.ompmultiprocessing import OMPProcessManager
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-    from vllm.v1.worker.worker_base import WorkerBase
-    from vllm.config import AttentionConfig
-    load_general_plugins()
-    owners = EngineArgs, CpuPlatform, OMPProcessManager, WorkerBase
-    methods = [method for owner in owners for method in vars(owner).values()]
-    methods = [getattr(method, "__func__", method) for method in methods]
-    print("wrapped", sum(hasattr(method, "_vllm_relay") for method in methods))
-    print("known", "RELAY" in AttentionBackendEnum.__members__)
-    try:
-        AttentionConfig(backend="relay")
-    except Exception as error:
-        print("asked:", error)
-"""
+def test_where_relay_is_unavailable_vllm_is_left_as_it_is_and_one_line_says_why() -> None:
+    code = """
+        import os, re, sys
+        os.environ["VLLM_PLUGINS"] = ""  # each case registers for itself, in a fork
+        import vllm.platforms.cpu as cpu, vllm.version
+        from vllm.config import AttentionConfig
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.ompmultiprocessing import OMPProcessManager
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+        from vllm.v1.worker.worker_base import WorkerBase
+        import vllm_relay
+        from vllm_relay import metrics
 
+        def case(name, change):
+            if os.fork():
+                return os.wait()
+            change()
+            metrics.logger.log = lambda level, *line: print(name, "logged:", line[0] % line[1:])
+            vllm_relay.register_name(), vllm_relay.register(), vllm_relay.register()
+            owners = EngineArgs, cpu.CpuPlatform, OMPProcessManager, WorkerBase
+            methods = [method for owner in owners for method in vars(owner).values()]
+            methods = [getattr(method, "__func__", method) for method in methods]
+            wrapped = sum(hasattr(method, "_vllm_relay") for method in methods)
+            print(name, "wrapped", wrapped, "known", "RELAY" in AttentionBackendEnum.__members__)
+            try:
+                AttentionConfig(backend="relay")
+            except ValueError as error:
+                print(name, "asked:", re.search("Unknown.*?'RELAY'", str(error))[0])
+            sys.stdout.flush(), os._exit(0)
 
-def changed(version: str, before: str = "") -> str:
-    return _python(CHANGED.format(version=version, before=before), with_log=True)
+        def set_version(version):
+            vllm.version.__version__ = version
 
-
-def test_an_engine_in_the_range_has_the_name_and_the_wrappers() -> None:
-    out = changed("0.32.0")
-    assert "known True" in out and "wrapped 5" in out and "relay: unavailable" not in out
-
-
-@pytest.mark.parametrize("version", ["0.25.0", "0.34.0"])
-def test_an_engine_out_of_the_range_is_left_as_it_is_with_one_line(version: str) -> None:
-    out = changed(version)
-    assert "wrapped 0" in out and "known False" in out
-    assert out.count("relay: unavailable: it supports vLLM") == 1 and f"found {version}" in out
-    assert "Unknown attention backend: 'RELAY'" in out
-
-
-@pytest.mark.parametrize(
-    ("before", "reason"),
-    [
-        ("import vllm.engine.arg_utils as a; del a.EngineArgs.from_cli_args", "has no EngineArgs"),
-        (
-            "import vllm.platforms.cpu as c; "
-            "c.CpuPlatform.get_attn_backend_cls = classmethod(lambda cls, chosen: 'stock')",
-            "CpuPlatform.get_attn_backend_cls takes ['cls', 'chosen'], not",
-        ),
-    ],
-)
-def test_a_patch_whose_target_has_moved_makes_relay_unavailable(before: str, reason: str) -> None:
-    out = changed("0.32.0", before)
-    assert out.count("relay: unavailable: this vLLM") == 1 and reason in out
-    assert "known False" in out and "Unknown attention backend: 'RELAY'" in out
+        case("as it is", lambda: None)
+        case("before", lambda: set_version("0.25.9"))
+        case("after", lambda: set_version("0.34.0"))
+        case("gone", lambda: delattr(EngineArgs, "from_cli_args"))
+        stock = classmethod(lambda cls, chosen: "stock")
+        case("moved", lambda: setattr(cpu.CpuPlatform, "get_attn_backend_cls", stock))
+        """
+    lines = _python(code).splitlines()
+    unavailable = {
+        "before": f"it supports vLLM >= {LOW}, < {HIGH}; found 0.25.9",
+        "after": f"it supports vLLM >= {LOW}, < {HIGH}; found 0.34.0",
+        "gone": "this vLLM has no EngineArgs.from_cli_args",
+        "moved": "this vLLM's CpuPlatform.get_attn_backend_cls takes ['cls', 'chosen'], not "
+        "['cls', 'selected_backend', 'attn_selector_config']",
+    }
+    expected = ["as it is wrapped 5 known True"]
+    for name, reason in unavailable.items():
+        wrapped = {"gone": 4}.get(name, 0)
+        expected.append(f"{name} logged: relay: unavailable: {reason}")
+        expected.append(f"{name} wrapped {wrapped} known False")
+        expected.append(f"{name} asked: Unknown attention backend: 'RELAY'")
+    assert [line for line in lines if line.startswith(("as it is", *unavailable))] == expected
 
 
 def test_layers_without_a_relay_class_get_vllms_own_and_a_reason() -> None:
