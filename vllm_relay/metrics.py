@@ -40,24 +40,13 @@ def counters(wait: bool = True) -> dict[str, int]:
         kv_bytes_not_read: KV bytes that vLLM's own path would have read in addition, all layers.
     """
     total, kv_bytes = _total, _kv_bytes_not_read
-    for entry in list(_devices):
-        reference, kv_bytes_per_token = entry
-        newest = reference()
-        if newest is None:
-            # vLLM makes builders for a try and drops them.
-            _devices.remove(entry)
-            continue
-        on_device = newest(wait)[1]
-        total += on_device
-        kv_bytes += on_device.tokens_saved * kv_bytes_per_token
-    return {
-        "steps": total.steps,
-        "steps_relayed": total.steps_relayed,
-        "groups": total.groups,
-        "requests": total.requests,
-        "tokens_shared": total.tokens_shared,
-        "kv_bytes_not_read": kv_bytes,
-    }
+    for reference, kv_bytes_per_token in _devices:
+        if newest := reference():  # vLLM makes builders for a try and drops them
+            on_device = newest(wait)[1]
+            total += on_device
+            kv_bytes += on_device.tokens_saved * kv_bytes_per_token
+    names = ("steps", "steps_relayed", "groups", "requests", "tokens_shared")
+    return {name: getattr(total, name) for name in names} | {"kv_bytes_not_read": kv_bytes}
 
 
 def count_step(stats: SharingStats, kv_bytes_per_token: int) -> None:

@@ -14,8 +14,7 @@ from vllm_relay.serving.systems import REFERENCE, SYSTEMS
 
 # Bounds on the root mean square of log-probability differences (nats): over all answers, and over
 # the worst one. Rounding in bf16 gives 0.01 to 0.05, KV of another prompt more than 1.
-AGREEMENT = 0.1
-AGREEMENT_OF_ONE = 0.5
+AGREEMENT, AGREEMENT_OF_ONE = 0.1, 0.5
 CHECKED_TOKENS = 16  # of each answer
 # Per token: the token, its log-probability (nats), its lead over the second best (nats).
 Answer = list[tuple[Any, float, float]]
@@ -73,11 +72,8 @@ def greedy(server: Server, prompts: Sequence[str]) -> list[Answer]:
         "add_special_tokens": False,
         "return_tokens_as_token_ids": True,
     }
-    request = urllib.request.Request(
-        f"{server.url}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
+    request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
     try:
         with urllib.request.urlopen(request, timeout=600) as reply:
             choices = sorted(json.load(reply)["choices"], key=lambda choice: choice["index"])

@@ -11,15 +11,8 @@ import blake3
 # vLLM's default loader, too, reads the files of the first pattern that matches.
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "tokenizer_config.json",
+    *("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json"),
 )
 # Parts of tokenizer_config.json that change no token; the template has a digest of its own.
 _NOT_TOKENIZER = ("chat_template", "name_or_path", "transformers_version", "model_max_length")
