@@ -44,14 +44,15 @@ class SystemKVConfig:
         Raises:
             ValueError: an unknown setting or a bad value, by name.
         """
-        given = given if isinstance(given, (cls, Mapping)) else {"files": given}
+        if not isinstance(given, cls):
+            given = dict(given) if isinstance(given, Mapping) else {"files": given}
         return checked(cls, given, "system_kv.")
 
 
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
 class RelayConfig:
-    """Settings of the relay backend.
+    """Settings of the relay backend, checked by `from_additional_config`.
 
     They come through vLLM's option for out-of-tree components:
     ``--additional-config '{"relay": {"max_copy_gib": 4}}'``, ``--additional-config.relay.system_kv
@@ -94,7 +95,7 @@ class RelayConfig:
         given = additional_config.get("relay", {}) if isinstance(additional_config, Mapping) else {}
         if not isinstance(given, Mapping):
             raise ValueError(f"additional_config['relay'] must be a mapping, got {given!r}")
-        return checked(cls, given, "relay.")
+        return checked(cls, dict(given), "relay.")
 
 
 def only_system_kv(kv_transfer_config: Any) -> bool:

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+# Class, name and former value of each replaced method.
+_replaced: list[tuple[Any, str, Any]] = []
+
 
 class TargetMoved(RuntimeError):
     """vLLM lacks what a patch changes; the message is one line."""
@@ -44,9 +47,17 @@ def wrap(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
             raise TargetMoved(f"this vLLM's {title}.{name} takes {theirs}, not {named}")
         wrapper = functools.wraps(stock)(lambda *args, **kwargs: function(stock, *args, **kwargs))
         wrapper._vllm_relay = True  # type: ignore[attr-defined]
+        if is_class:
+            _replaced.append((owner, name, found))
         setattr(owner, name, classmethod(wrapper) if isinstance(found, classmethod) else wrapper)
 
     return replace
+
+
+def undo() -> None:
+    """Put back what `wrap` has replaced in this process."""
+    while _replaced:
+        setattr(*_replaced.pop())
 
 
 @contextmanager

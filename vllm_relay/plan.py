@@ -82,7 +82,7 @@ class Plan(Generic[A]):
 
 @dataclass(frozen=True)
 class SharingStats:
-    """What one step or many steps shared.
+    """Numbers of what one step or many steps shared.
 
     Attributes:
         groups: groups of all levels. requests: requests in groups of the outermost level.

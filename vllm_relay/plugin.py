@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_relay import compat, metrics
 from vllm_relay.config import CONNECTOR, CONNECTOR_MODULE
+from vllm_relay.patching import undo
 
 # Environment variable that children inherit: the reason that was logged already. Without vLLM's
 # prefix, whose unknown variables it warns of.
@@ -22,12 +23,12 @@ def register() -> None:
     Outside `compat.SUPPORTED`, or where vLLM lacks what a patch changes, one line says so; the name
     is withdrawn, so that asking for it is an error, and vLLM serves as without this plugin.
     """
-    reason = compat.unsupported()
-    if reason is None:
-        try:
+    try:
+        if (reason := compat.unsupported()) is None:
             _install()
-        except Exception as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
+    except Exception as error:
+        undo()
+        reason = " ".join(str(error).split()) or type(error).__name__
     if reason is not None:
         with suppress(Exception):
             compat.withdraw_backend()

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 Count = Annotated[StrictInt, Field(ge=0)]
 Positive = Annotated[StrictInt, Field(ge=1)]
-Amount = Annotated[StrictFloat, Field(ge=0)]
+Amount = Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False)]
 Text = Annotated[StrictStr, Field(min_length=1)]
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
@@ -42,7 +42,9 @@ def checked(kind: type[T], given: Any, where: str) -> T:
             raise ValueError(f"{place} is missing")
         case "unexpected_keyword_argument" | "extra_forbidden":
             known = [field.name for field in fields(kind)] if is_dataclass(kind) else []
-            listed = f"; known: {', '.join(known)}" if fault["loc"][0] not in known else ""
+            listed = (
+                f"; known: {', '.join(known)}" if known and fault["loc"][0] not in known else ""
+            )
             raise ValueError(f"{place} is unknown{listed}")
     reason = re.sub(r"^\w+ should", "must", fault["msg"]).replace("greater than or equal to", ">=")
     raise ValueError(f"{place} {reason}, got {reprlib.repr(fault['input'])}")

@@ -1,9 +1,7 @@
-"""`bench_serving.py` and `vllm-relay bench`: real servers, the real client, a small model."""
+"""`bench_serving.py`: real servers, the real client, a small model."""
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -11,35 +9,10 @@ import pytest
 
 from benchmarks.suites import bench_serving
 from tests.benchmarks.reports import assert_reported, read
-from tests.unit.test_cli_bench import run
 from vllm_relay.serving import comparison, processes
 from vllm_relay.serving.agreement import WrongAnswers
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
-
-
-def test_a_model_and_a_prompt_are_served_with_and_without_relay(
-    tmp_path: Path, model: Path
-) -> None:
-    """`vllm-relay bench` as users run it, three systems of the four: each is a server to start."""
-    prompt = tmp_path / "prompt.txt"
-    prompt.write_text("You are a careful assistant. Answer in one short sentence. " * 25)
-    done = run(
-        *("--model", model, "--system-prompt", prompt, "--requests", 4, "--tokens", 6),
-        *("--repeats", 1, "--rate", 50, "--bound", 100, "--json"),
-        *("--enforce-eager", "--max-model-len", 1024, "--max-num-seqs", 4),
-    )
-    shown = json.loads(done.stdout)
-    keys = ["stock", "relay", "relay-system-kv"]
-    assert [gain["system"] for gain in shown["gains"]] == keys
-    for gain in shown["gains"]:
-        assert gain["tokens_per_s"] > 0
-    assert shown["sustained"] == dict.fromkeys(keys, 50)
-    assert shown["provenance"]["vllm"] == version("vllm") and shown["provenance"]["device"]
-    for found in shown["rows"]:
-        assert found["requests"] == 4 and 0 <= found["logprob_rms"] < 0.1
-        assert found["ttft_mean_s"] > 0 and found["normalized_s"] > 0
-    assert "checking that all answer alike" in done.stderr
 
 
 def test_wrong_answers_give_no_speed(

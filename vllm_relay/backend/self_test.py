@@ -200,6 +200,8 @@ def _wrong_partial(
         q, keys, values, table, lens, starts, causal=part.causal, softcap=layer.softcap
     )
     checks.shape(f"{name}: LSE", lse, tuple(exact_lse.shape), "[heads, tokens]")
+    if lse.dtype != torch.float32:
+        return [f"{name}: an LSE in {lse.dtype}, not float32"]
     seen = torch.isfinite(exact_lse)
     attended = seen.T.unsqueeze(-1)
     failures = _wrong(f"{name}, LSE", lse[seen], exact_lse[seen], LSE_LIMIT)

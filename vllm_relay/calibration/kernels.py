@@ -11,8 +11,8 @@ from vllm_relay.calibration.probe import Probe
 from vllm_relay.ops.fusion.native import fuse
 from vllm_relay.ops.native import library as native
 from vllm_relay.ops.native.packed import PackedSegment
-from vllm_relay.ops.native.prepared import PreparedAttention, sequences_of
-from vllm_relay.ops.step.native import NativeStep
+from vllm_relay.ops.native.prepared import PreparedAttention
+from vllm_relay.ops.step.native import NativeStep, sequences_of
 from vllm_relay.plan import Part, Plan
 
 

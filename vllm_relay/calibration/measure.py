@@ -81,7 +81,7 @@ def _measure(probe: Probe) -> Measurement:
     fusions = [(2, 8), (2, 128), (3, 64), (4, 256)]
     work = [[1, partials * tokens * query] for partials, tokens in fusions]
     times = [probe.seconds(kernels.fusion(probe, *x)) for x in fusions]
-    # Launches of its own it has none: fusion is part of the one call.
+    # Fusion has no launch of its own: it is part of the one call.
     (_, fusion), errors["fusion"] = fit(work, times)
 
     blocks = min(8, probe.blocks - 1)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 ALL_LEVELS = 2**31
 DTYPES = ("bfloat16", "float16", "float32")
-# Of one attention layer, as `find_costs` takes it.
+# One attention layer, as `find_costs` takes it.
 DEFAULT_SHAPE: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
 
 

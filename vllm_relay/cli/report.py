@@ -1,4 +1,4 @@
-"""What `explain` found, for people and as JSON."""
+"""The results of `explain`, for people and as JSON."""
 
 from dataclasses import asdict
 from pathlib import Path

@@ -166,8 +166,9 @@ class _Batch:
     """The requests that decode at once, one row each, in order of arrival.
 
     Attributes:
-        rows: int64 [R], indices in ``requests``. lens, left: int64 [R], of the next step, steps.
-        common, table: int64 [R], int32 [R, M], blocks that the trace holds elsewhere, too.
+        rows: int64 [R], indices in ``requests``. lens: int64 [R], tokens of the next step. left:
+            int64 [R], steps left.
+        common: int64 [R], blocks that the trace holds elsewhere, too. table: int32 [R, M], these.
     """
 
     def __init__(self, requests: list[Request], concurrency: int, block_tokens: int) -> None:

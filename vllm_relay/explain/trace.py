@@ -12,7 +12,7 @@ from vllm_relay.validation import Count, checked, parse_json
 # Text of a prompt, or its chat messages, to token ids.
 Tokenize = Callable[[str | list[Any]], list[int]]
 
-# Of rows that do not say how many tokens the answer had.
+# Output tokens of rows that do not say how many there were.
 DEFAULT_OUTPUT = 256
 # Tokens per block where nobody says: rows of hashes are read as Mooncake's, tokens as vLLM's.
 HASHED_BLOCK, TOKEN_BLOCK = 512, 16

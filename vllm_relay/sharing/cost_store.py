@@ -47,7 +47,7 @@ Kernel = Annotated[KernelCosts, PlainValidator(_kernel)]
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What was measured on one device for one head shape; see `sharing.cost.Costs` for its parts.
+    """Measurements of one device and one head shape; see `sharing.cost.Costs` for its parts.
 
     Kernels cost seconds per call, per byte of queries, per byte of KV, and per floating point
     operation.

@@ -81,7 +81,7 @@ def make_plan(
 
 
 def stats_of(forest: Forest, seq_lens: NDArray[np.signedinteger[Any]]) -> SharingStats:
-    """What a step with these groups shares; ``seq_lens`` [R] as in `make_plan`."""
+    """Numbers of what a step with these groups shares; ``seq_lens`` [R] as in `make_plan`."""
     groups = [group for level in forest.levels for group in level]
     tokens = [group.segment.blocks * forest.block_size for group in groups]
     return SharingStats(

@@ -66,7 +66,7 @@ def choose(shape: StepShape, costs: Costs, max_levels: int) -> Choice:
 
 @dataclass(frozen=True, eq=False)
 class _Savings:
-    """What requests save, by the node where their last group ends and the number of their groups.
+    """Savings of requests, by the node where their last group ends and the number of their groups.
 
     Attributes:
         path: nodes from the root to each node, itself included.
@@ -114,8 +114,8 @@ def _best_groups(
     """The groups that save most: inside one another, or, not ``nested``, one level side by side."""
     trie, system = shape.trie, costs.system
     depth = np.array(trie.depth, dtype=np.float64) * shape.block_size
-    # Of the requests at and below each node, by the node of its path where the group around them
-    # ends and the groups that are around them: what they save, and whether a group ends here.
+    # Per node [nodes of its path where the group around ends, number of groups around]: savings of
+    # the requests at and below the node, and whether a group ends here.
     worth = [
         np.maximum(rows[:, :, : levels + 1], 0.0).sum(axis=0, initial=0.0) for rows in savings.rows
     ]
@@ -133,7 +133,7 @@ def _best_groups(
         worth[trie.parent[node]] += np.maximum(with_group, around)
 
     made: list[_Made] = []
-    # Of the node's parent: the groups around its requests, the place on its path where they end.
+    # Per node: the groups around its requests, and the place on its path where the last one ends.
     around_of: list[tuple[tuple[_Made, ...], int]] = [((), 0)] * len(trie.depth)
     for node in range(1, len(trie.depth)):
         around, end = around_of[trie.parent[node]]

@@ -14,7 +14,7 @@ from tests.unit.ops import fuzz_native, inputs, sanitized
 from vllm_relay.ops import context_attention, providers, reference, system_attention
 from vllm_relay.ops.attention import native as attention
 from vllm_relay.ops.native import library as native
-from vllm_relay.ops.native.prepared import sequences_of
+from vllm_relay.ops.step.native import sequences_of
 
 pytestmark = pytest.mark.skipif(
     isinstance(native.library(), str), reason=f"no CPU kernels: {native.library()}"

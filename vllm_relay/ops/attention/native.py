@@ -7,7 +7,8 @@ from torch import Tensor
 
 from vllm_relay.ops.attention.providers import PagedContext
 from vllm_relay.ops.native import library as native
-from vllm_relay.ops.native.prepared import PreparedAttention, sequences_of
+from vllm_relay.ops.native.prepared import PreparedAttention
+from vllm_relay.ops.step.native import sequences_of
 
 
 def unusable(q: Tensor, k: Tensor, v: Tensor) -> str | None:

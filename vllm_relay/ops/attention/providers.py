@@ -39,7 +39,7 @@ class PagedContext:
 
 
 class Implementation(Protocol):
-    """Both ops, as a module computes them. Arguments are checked; no size is 0."""
+    """Both ops, or one, as a module computes them. Arguments are checked; no size is 0."""
 
     def system_attention(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float

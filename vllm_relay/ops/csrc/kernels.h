@@ -24,7 +24,7 @@ struct Kernels {
   int64_t scratch_bytes;
 };
 
-// Of the best instruction set, or of the one that was chosen last.
+// The kernels of the instruction set in use.
 const Kernels& active_kernels();
 
 }  // namespace relay

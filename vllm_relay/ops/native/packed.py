@@ -5,6 +5,7 @@ import ctypes
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from vllm_relay.ops.native import library as native
 
@@ -36,9 +37,8 @@ class PackedSegment:
         table = np.ascontiguousarray(table, dtype=np.int32)
         tokens = len(table) * source.block_tokens
         self.layout, nbytes = library.packed(code, head_size, tokens)
-        self._memory = torch.empty(2 * kv_heads * nbytes, dtype=torch.uint8)
-        self.layout.k.base = self._memory.data_ptr()
-        self.layout.v.base = self._memory.data_ptr() + kv_heads * nbytes
+        self._memory = torch.empty(2, kv_heads, nbytes, dtype=torch.uint8)
+        self.layout.k.base, self.layout.v.base = (x.data_ptr() for x in self._memory)
         self._bytes_per_token = head_size * dtype.itemsize
         sequence = np.zeros(native.TABLE + 1, dtype=np.int64)
         sequence[native.KEYS], sequence[native.TABLE] = tokens, table.ctypes.data
@@ -54,6 +54,10 @@ class PackedSegment:
             parallel=library.parallel,
         )
         library.pack(call, self.layout)
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, uint8 ``[Hkv, bytes]``, in the order of tokens."""
+        return self._memory[0], self._memory[1]
 
     def from_token(self, token: int) -> native.Layout:
         """Layout of the segment from this token on, a multiple of `native.PIECE`."""

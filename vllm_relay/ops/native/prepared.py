@@ -63,27 +63,3 @@ class PreparedAttention:
             rows = self._fused
             rows.base, rows.token, rows.head = fused.data_ptr(), fused.stride(0), fused.stride(1)
         self._library.attend(self._call)
-
-
-def sequences_of(
-    table: NDArray[np.int32],
-    query_start_loc: NDArray[np.integer],
-    seq_lens: NDArray[np.integer],
-    *,
-    causal: bool,
-    partial: int = 0,
-) -> NDArray[np.int64]:
-    """Sequences as the kernels read them, ``[B, 7]`` (`native`), paged by layout 0.
-
-    Args:
-        table: block ids ``[B, M]``, columns adjacent; the caller keeps it.
-        query_start_loc: ``[B + 1]``. seq_lens: ``[B]``. partial: that they write.
-    """
-    sequences = np.zeros((len(table), native.TABLE + 1), dtype=np.int64)
-    sequences[:, native.FIRST] = query_start_loc[:-1]
-    sequences[:, native.QUERIES] = np.diff(query_start_loc)
-    sequences[:, native.KEYS] = seq_lens
-    sequences[:, native.CAUSAL] = causal
-    sequences[:, native.PARTIAL] = partial
-    sequences[:, native.TABLE] = table.ctypes.data + np.arange(len(table)) * table.strides[0]
-    return sequences

@@ -17,7 +17,7 @@ _REPORTS = 3
 
 
 class DevicePlan:
-    """Plans steps of up to ``max_rows`` requests over a paged KV cache; ``updates`` so far.
+    """Plans steps of up to ``max_rows`` requests over a paged KV cache; ``updates``: steps planned.
 
     Rows share a block iff their tables hold the same id at the same column and at all columns
     before it (contract 2). A segment holds only full blocks computed before the row's first query

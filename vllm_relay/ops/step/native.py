@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_relay.ops.native import library as native
-from vllm_relay.ops.native.prepared import PreparedAttention, sequences_of
+from vllm_relay.ops.native.prepared import PreparedAttention
 from vllm_relay.plan import Plan
 
 
@@ -76,6 +76,30 @@ class NativeStep:
         """
         self.call.layouts[:] = [cache, *segments]
         self.call.run(query, out)
+
+
+def sequences_of(
+    table: NDArray[np.int32],
+    query_start_loc: NDArray[np.integer],
+    seq_lens: NDArray[np.integer],
+    *,
+    causal: bool,
+    partial: int = 0,
+) -> NDArray[np.int64]:
+    """Sequences as the kernels read them, ``[B, 7]`` (`native`), paged by layout 0.
+
+    Args:
+        table: block ids ``[B, M]``, columns adjacent; the caller keeps it.
+        query_start_loc: ``[B + 1]``. seq_lens: ``[B]``. partial: that they write.
+    """
+    sequences = np.zeros((len(table), native.TABLE + 1), dtype=np.int64)
+    sequences[:, native.FIRST] = query_start_loc[:-1]
+    sequences[:, native.QUERIES] = np.diff(query_start_loc)
+    sequences[:, native.KEYS] = seq_lens
+    sequences[:, native.CAUSAL] = causal
+    sequences[:, native.PARTIAL] = partial
+    sequences[:, native.TABLE] = table.ctypes.data + np.arange(len(table)) * table.strides[0]
+    return sequences
 
 
 def _order(index: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
