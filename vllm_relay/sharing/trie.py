@@ -60,12 +60,7 @@ class Trie:
 
 
 def build_trie(block_table: Int32Array, computed_lens: Int32Array, block_size: int) -> Trie:
-    """The trie of a step.
-
-    Args:
-        block_table: int32 [R, M]. computed_lens: int32 [R], tokens computed before each request's
-            first query token; 0 for padding. block_size: tokens per block.
-    """
+    """The trie of a step; arguments as `Planner.plan`, with the tokens computed before queries."""
     num_rows, num_columns = block_table.shape
     if num_rows > 1 and num_columns > 0:
         rows = _rows_sharing_first_block(block_table, computed_lens, block_size)

@@ -8,8 +8,7 @@ def status(engine: Any) -> list[dict[str, Any]]:
 
     Args:
         engine: vLLM's LLM or LLMEngine. For an AsyncLLM: ``await
-            engine.engine_core.call_utility_async("relay_system_kv")``. A server has the same counts
-            under ``/metrics``.
+            engine.engine_core.call_utility_async("relay_system_kv")``. See also ``/metrics``.
 
     Returns:
         One dictionary per prompt: ``name``, ``path``; ``tokens`` of the file; ``blocks``,

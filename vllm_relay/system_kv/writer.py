@@ -44,11 +44,7 @@ class Writer:
             self._weights = _fingerprint()
 
     def write(self) -> None:
-        """Write every file's full blocks; the ids are those of `place`.
-
-        Raises:
-            SystemKVError: a file is damaged, or lacks a layer of this model.
-        """
+        """Write every file's full blocks, in those of `place`; SystemKVError for a damaged file."""
         placements = place([f.manifest.token_ids for f in self._files], self._block_size)
         started, count = time.monotonic(), 0
         for file, placement in zip(self._files, placements, strict=True):
@@ -129,10 +125,8 @@ def _slots(block_ids: Sequence[int], block_size: int) -> torch.Tensor:
 def _first_head(total: int, heads: int, tensor_parallel_size: int) -> int:
     """The first KV head of this worker, as vLLM's QKVParallelLinear distributes them.
 
-    With more workers than KV heads, adjacent workers hold the same head.
-
-    Raises:
-        SystemKVError: the file's heads are not this model's.
+    With more workers than KV heads, adjacent workers hold the same head. SystemKVError where the
+    file's heads are not this model's.
     """
     replicas, rest = divmod(heads * tensor_parallel_size, total)
     if rest or (replicas > 1 and heads != 1):

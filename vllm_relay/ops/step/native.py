@@ -65,14 +65,9 @@ class NativeStep:
     def run(
         self, query: Tensor, cache: native.Layout, segments: Sequence[native.Layout], out: Tensor
     ) -> None:
-        """Attend and fuse, for one layer.
+        """Attend and fuse into ``out``, for one layer; ValueError for a block id out of the cache.
 
-        Args:
-            query, out: ``[T, Hq, D]`` of the batch, channels adjacent; out is written.
-            cache, segments: this layer's KV cache and packed segments.
-
-        Raises:
-            ValueError: a block id lies outside the cache.
+        ``query`` and ``out`` are ``[T, Hq, D]`` in the batch's order, channels adjacent.
         """
         self.call.layouts[:] = [cache, *segments]
         self.call.run(query, out)
