@@ -125,7 +125,7 @@ def test_a_file_that_is_none_is_named(own_file: Path, text: str, message: str) -
         ({"threads": 0}, "threads must be >= 1, got 0"),
         ({"threads": True}, "threads must be a valid integer, got True"),
         ({"step": -1.0}, "step must be >= 0, got -1.0"),
-        ({"step": float("nan")}, "step must be less than 1, got nan"),
+        ({"step": float("nan")}, "step must be a finite number, got nan"),
         ({"device": 3}, "device must be a valid string, got 3"),
         ({"extra": 1}, "extra is unknown; known: device, threads"),
     ],
