@@ -31,10 +31,8 @@ class PreparedAttention:
         places: NDArray[np.int64] | None = None,
     ) -> None:
         partials, tokens, heads, head_size = out.shape
-        self.out, self.lse = (
-            out,
-            torch.empty((partials, heads, tokens), dtype=torch.float32, device="cpu"),
-        )
+        self.out = out
+        self.lse = torch.empty((partials, heads, tokens), dtype=torch.float32, device="cpu")
         self.layouts = (Layout * layouts)()
         self.sequences, self._places = sequences, places
         self._library = native.loaded()
