@@ -56,5 +56,5 @@ def parse_json(content: bytes, where: str) -> Any:
         return json.loads(content)
     except UnicodeDecodeError:
         raise ValueError(f"{where}is not UTF-8 text") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}is not JSON: {error}") from None

@@ -50,8 +50,8 @@ class RelayImpl(CPUAttentionBackendImpl):
         self.refusal = self._refusal()
         self.packed: PackedCache | None = None
         self._layout: BlockLayout | None = None
-        # The layer's KV cache as the kernels read it, and the address that it was made for.
-        self._kernel_layout: tuple[int, native.Layout] | None = None
+        # The layer's KV cache as the kernels read it, and the address and shape it was made for.
+        self._kernel_layout: tuple[tuple[int, torch.Size], native.Layout] | None = None
 
     def _refusal(self) -> str | None:
         checks = (
@@ -97,7 +97,7 @@ class RelayImpl(CPUAttentionBackendImpl):
 
     def kernel_layout(self, kv_cache: torch.Tensor) -> native.Layout:
         """The KV cache ``[blocks, Hkv, block_size, 2 * D]`` of a relayed layer for the kernels."""
-        address = kv_cache.data_ptr()
+        address = kv_cache.data_ptr(), kv_cache.shape
         if self._kernel_layout is None or self._kernel_layout[0] != address:
             assert self._layout is not None  # or the layer would be refused
             layout = self._layout.for_kernels(kv_cache)

@@ -23,11 +23,7 @@ TOTALS = (
 
 
 def as_data(result: Replay, log: Trace, used: dict[str, Any]) -> dict[str, Any]:
-    """One replay as JSON.
-
-    Args:
-        used: the costs and options behind it.
-    """
+    """One replay as JSON; ``used``: the costs and options behind it."""
     place = ("start", "tokens", "level", "members", "steps")
     groups = [
         {name: getattr(group, name) for name in place}

@@ -22,8 +22,7 @@ class PinnedBlocks:
     the cache's memory (sleep) may come with it, so the hashes return only after the workers have
     compared their weights and written the blocks again: `wants_rewrite`, `rewritten`.
 
-    Args:
-        budget: the share of the pool that may be pinned.
+    ``budget`` is the share of the pool that may be pinned.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """The CPU kernels: every instruction set against the oracle, bad calls, threads, sanitizers."""
 
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -122,6 +123,20 @@ def test_a_block_that_does_not_exist_is_refused_before_it_is_read() -> None:
         step.block_table[0, 1] = bad
         with pytest.raises(ValueError, match="block_table"):
             context_attention(*step.args())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_buffers_do_not_take_torchs_default_dtype(dtype: torch.dtype) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        for seed in range(20):
+            rng = random.Random(seed)
+            fuzz_native.check_system(rng, seed)
+            fuzz_native.check_context(rng, seed)
+            fuzz_native.check_step(rng, seed)
+    finally:
+        torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

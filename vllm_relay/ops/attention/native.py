@@ -46,7 +46,7 @@ def attend_once(
 ) -> tuple[Tensor, Tensor]:
     """One partial of every query: out ``[T, Hq, D]`` and lse ``[Hq, T]``."""
     q = q if q.stride(-1) == 1 else q.contiguous()
-    out = torch.empty((1, *q.shape), dtype=q.dtype)
+    out = torch.empty((1, *q.shape), dtype=q.dtype, device="cpu")
     call = PreparedAttention(sequences, out, kv_heads=kv_heads, dtype=q.dtype, scale=scale)
     call.layouts[0] = layout
     call.run(q)

@@ -1,8 +1,8 @@
 """The registry of attention providers: who computes system and context attention.
 
-A provider is a module (or any object) with the three functions of `Implementation`. The first one
-that can take the tensors runs; `use` or the environment variables VLLM_RELAY_SYSTEM_PROVIDER and
-VLLM_RELAY_CONTEXT_PROVIDER force one by name.
+A provider is a module (or any object) with the functions of `Implementation` for its ops. The first
+one that can take the tensors runs; `use` or the environment variables VLLM_RELAY_SYSTEM_PROVIDER
+and VLLM_RELAY_CONTEXT_PROVIDER force one by name.
 
 To add one: a module ``ops/attention/NAME.py`` and a line in `_registered` (see CONTRIBUTING.md).
 With ``paged_system_attention``, too, all groups of a level are one call.
@@ -93,14 +93,19 @@ _registered = {
 _forced: dict[str, str | None] = dict.fromkeys(OPS)
 
 
-def register(name: str, implementation: object, devices: Collection[str] = ()) -> None:
+def register(
+    name: str,
+    implementation: object,
+    devices: Collection[str] = (),
+    ops: Collection[str] = OPS,
+) -> None:
     """Add an `Implementation` before all others, or replace the one of that name.
 
     devices: types of devices ("cuda") where it is chosen by itself; empty: only when forced.
     """
     others = {key: other for key, other in _registered.items() if key != name}
     _registered.clear()
-    _registered.update({name: Provider(name, implementation, devices), **others})
+    _registered.update({name: Provider(name, implementation, devices, ops), **others})
 
 
 def use(op: str, name: str | None) -> ExitStack:

@@ -63,7 +63,7 @@ typedef struct {
   relay_rows lse; /* [tokens, heads], float */
 } relay_partial;
 
-/* Packing reads dtype, KV heads, layouts and sequences; fusion alone reads partials and fused. */
+/* Packing reads no query, partial or fused; fusion alone reads partials and fused. */
 typedef struct {
   int64_t dtype, partial_dtype;       /* the same, or partial_dtype is RELAY_F32 */
   int64_t heads, kv_heads, head_size; /* head_size: a multiple of 16, at most 256 */

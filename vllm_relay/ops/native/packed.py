@@ -37,7 +37,7 @@ class PackedSegment:
         table = np.ascontiguousarray(table, dtype=np.int32)
         tokens = len(table) * source.block_tokens
         self.layout, nbytes = library.packed(code, head_size, tokens)
-        self._memory = torch.empty(2, kv_heads, nbytes, dtype=torch.uint8)
+        self._memory = torch.empty(2, kv_heads, nbytes, dtype=torch.uint8, device="cpu")
         self.layout.k.base, self.layout.v.base = (x.data_ptr() for x in self._memory)
         self._bytes_per_token = head_size * dtype.itemsize
         sequence = np.zeros(native.TABLE + 1, dtype=np.int64)

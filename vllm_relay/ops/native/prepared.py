@@ -31,7 +31,8 @@ class PreparedAttention:
         places: NDArray[np.int64] | None = None,
     ) -> None:
         partials, tokens, heads, head_size = out.shape
-        self.out, self.lse = out, torch.empty(partials, heads, tokens)
+        self.out = out
+        self.lse = torch.empty((partials, heads, tokens), dtype=torch.float32, device="cpu")
         self.layouts = (Layout * layouts)()
         self.sequences, self._places = sequences, places
         self._library = native.loaded()
@@ -59,7 +60,8 @@ class PreparedAttention:
         """Attend and, into `fused`, merge the partials; both ``[T, Hq, D]``, channels adjacent."""
         rows = self._query
         rows.base, rows.token, rows.head = query.data_ptr(), query.stride(0), query.stride(1)
+        rows = self._fused
+        rows.base = None if fused is None else fused.data_ptr()
         if fused is not None:
-            rows = self._fused
-            rows.base, rows.token, rows.head = fused.data_ptr(), fused.stride(0), fused.stride(1)
+            rows.token, rows.head = fused.stride(0), fused.stride(1)
         self._library.attend(self._call)

@@ -54,7 +54,7 @@ class NativeStep:
         self.order = order
         self.call = PreparedAttention(
             sequences,
-            torch.empty(partials, tokens, heads, head_size),
+            torch.empty((partials, tokens, heads, head_size), dtype=torch.float32, device="cpu"),
             kv_heads=kv_heads,
             dtype=dtype,
             scale=scale,
