@@ -6,6 +6,7 @@ Only an engine's workers count: ``llm.collective_rpc("relay_counters")`` asks th
 import logging
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing import util
 
@@ -21,6 +22,7 @@ Newest = Callable[[bool], tuple[SharingStats, SharingStats]]
 
 _total = SharingStats()
 _kv_bytes_not_read = 0
+_fallbacks: Counter[str] = Counter()
 # Plans on a device keep counters there: the method that reads them, and KV bytes of a token.
 _devices: list[tuple["weakref.WeakMethod[Newest]", int]] = []
 _said: set[str] = set()
@@ -38,6 +40,7 @@ def counters(wait: bool = True) -> dict[str, int]:
         steps: planned, per KV cache group. steps_relayed: those with at least one group.
         groups, requests: sums over relayed steps. tokens_shared: KV tokens of their segments.
         kv_bytes_not_read: KV bytes that vLLM's own path would have read in addition, all layers.
+        fallbacks: failures that were left to vLLM's own attention; ``fallbacks_…`` by what failed.
     """
     total, kv_bytes = _total, _kv_bytes_not_read
     for reference, kv_bytes_per_token in _devices:
@@ -46,7 +49,12 @@ def counters(wait: bool = True) -> dict[str, int]:
             total += on_device
             kv_bytes += on_device.tokens_saved * kv_bytes_per_token
     names = ("steps", "steps_relayed", "groups", "requests", "tokens_shared")
-    return {name: getattr(total, name) for name in names} | {"kv_bytes_not_read": kv_bytes}
+    return {
+        **{name: getattr(total, name) for name in names},
+        "kv_bytes_not_read": kv_bytes,
+        "fallbacks": _fallbacks.total(),
+        **{f"fallbacks_{doing}": count for doing, count in _fallbacks.items()},
+    }
 
 
 def count_step(stats: SharingStats, kv_bytes_per_token: int) -> None:
@@ -55,6 +63,11 @@ def count_step(stats: SharingStats, kv_bytes_per_token: int) -> None:
     _total += stats
     _kv_bytes_not_read += stats.tokens_saved * kv_bytes_per_token
     log_sharing(stats)
+
+
+def count_fallback(doing: str) -> None:
+    """Count one failure that was left to vLLM's own attention."""
+    _fallbacks[doing] += 1
 
 
 def follow_device(newest: Newest, kv_bytes_per_token: int) -> None:

@@ -20,6 +20,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_relay import metrics
 from vllm_relay.backend.cpu_impl import RelayImpl, RelayMetadata, RelayStep
+from vllm_relay.backend.fallback import Fallback
 from vllm_relay.backend.packed_cache import PackedCache, written_blocks
 from vllm_relay.config import RelayConfig, only_system_kv
 from vllm_relay.ops.native import library as native
@@ -116,27 +117,37 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         metrics.set_speaker(vllm_config.parallel_config.rank == 0)
         config = RelayConfig.from_additional_config(vllm_config.additional_config)
+        self._layers: dict[str, Any] = get_layers_from_vllm_config(
+            vllm_config, Attention, layer_names
+        )
+        self._impls: list[RelayImpl] = [layer.impl for layer in self._layers.values()]
+        self._bytes_per_token = 0
+        self._relayed = False
+        self._fallback = Fallback()
+        self.planner: StepPlanner | None = None
+        try:
+            self.planner = self._make_planner(config, vllm_config)
+        except Exception as error:
+            self._fallback.failed("start", error)
+
+    def _make_planner(self, config: RelayConfig, vllm_config: Any) -> StepPlanner | None:
         # The blocks of block tables and caches. vLLM 0.27 keeps another size in `block_size`.
-        block_size = kv_cache_spec.block_size
-        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        for layer in layers.values():
-            layer.impl.prepare(layer, block_size, kv_cache_spec.dtype)
-        self._impls: list[RelayImpl] = [layer.impl for layer in layers.values()]
+        block_size, dtype = self.kv_cache_spec.block_size, self.kv_cache_spec.dtype
+        for layer in self._layers.values():
+            layer.impl.prepare(layer, block_size, dtype)
+        if not self._decide(config, vllm_config):
+            return None
         served = [impl for impl in self._impls if impl.refusal is None]
         self._bytes_per_token = sum(
-            2 * impl.num_kv_heads * impl.head_size * kv_cache_spec.dtype.itemsize for impl in served
+            2 * impl.num_kv_heads * impl.head_size * dtype.itemsize for impl in served
         )
-        self._relayed = False
-        self.planner: StepPlanner | None = None
-        if not self._decide(config, vllm_config):
-            return
         packed = PackedCache(self._bytes_per_token * block_size, int(config.max_copy_gib * 2**30))
         costs = self._costs_of(served[0], config.min_saved_tokens)
         levels = config.max_levels or LEVELS
-        self.planner = StepPlanner(served[0], block_size, self.dtype, costs, levels, packed)
-        metrics.report_at_exit()
         for impl in served:
-            impl.packed = packed
+            impl.packed, impl.failed = packed, self.failed
+        metrics.report_at_exit()
+        return StepPlanner(served[0], block_size, self.dtype, costs, levels, packed)
 
     def _decide(self, config: RelayConfig, vllm_config: Any) -> bool:
         """Whether this builder plans at all; says why not, and which layers it leaves to vLLM."""
@@ -174,14 +185,29 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if self.planner is None:
             return metadata
-        step, stats = self.planner.plan(common_attn_metadata)
-        metrics.count_step(stats, self._bytes_per_token)
-        relayed = step is not None
+        try:
+            step, stats = self.planner.plan(common_attn_metadata)
+            metrics.count_step(stats, self._bytes_per_token)
+            self._relay(step is not None)
+            return metadata if step is None else RelayMetadata(**vars(metadata), relay=step)
+        except Exception as error:
+            self.failed("planning", error)
+            return metadata
+
+    def _relay(self, relayed: bool) -> None:
         if relayed != self._relayed:
             self._relayed = relayed
             for impl in self._impls:
                 impl.relay(relayed)
-        return metadata if step is None else RelayMetadata(**vars(metadata), relay=step)
+
+    def failed(self, doing: str, error: Exception) -> None:
+        """Leave what failed to vLLM's own attention, and all steps after several failures."""
+        self._fallback.failed(doing, error)
+        if self.planner is not None:
+            self.planner.packed.clear()  # writes of this step may have gone unseen
+        if self._fallback.off:
+            self.planner = None
+            self._relay(False)
 
     def build_for_drafting(
         self, common_attn_metadata: Any, draft_index: int

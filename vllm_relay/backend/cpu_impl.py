@@ -1,6 +1,6 @@
 """One layer's relay attention on vLLM's CPU engine: vLLM's own, with the relay path in front."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,12 +43,14 @@ class RelayImpl(CPUAttentionBackendImpl):
     Attributes:
         refusal: what about this layer relay does not cover; None where it is relayed.
         packed: the packed segments of the builder that plans for this layer.
+        failed: its `RelayMetadataBuilder.failed`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.refusal = self._refusal()
         self.packed: PackedCache | None = None
+        self.failed: Callable[[str, Exception], None] | None = None
         self._layout: BlockLayout | None = None
         # The layer's KV cache as the kernels read it, and the address and shape it was made for.
         self._kernel_layout: tuple[tuple[int, torch.Size], native.Layout] | None = None
@@ -123,10 +125,14 @@ class RelayImpl(CPUAttentionBackendImpl):
 
         Where ``max_copy_gib`` has no room for all of them they are read in place.
         """
-        if self.packed is not None and block_ids:
+        if self.packed is None or self.failed is None or not block_ids:
+            return
+        try:
             segment = self.packed.pin(np.array(block_ids, dtype=np.int32))
             if segment is not None:
                 self.pack(layer, kv_cache, segment)
+        except Exception as error:
+            self.failed("packing", error)
 
     def forget(self) -> None:
         """Unpin system KVs: their blocks may hold something else from now on."""
@@ -147,13 +153,21 @@ class RelayImpl(CPUAttentionBackendImpl):
     ) -> torch.Tensor:
         """As vLLM's: query, output ``[T, Hq, D]``, cache ``[blocks, Hkv, block_size, 2 * D]``."""
         step = attn_metadata.relay if isinstance(attn_metadata, RelayMetadata) else None
-        if step is None or self.refusal is not None:
-            return super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
-            )
-        segments = [
-            self.pack(layer, kv_cache, segment).from_token(first * kv_cache.shape[2])
-            for segment, first in step.segments
-        ]
-        step.attention.run(query, self.kernel_layout(kv_cache), segments, output)
-        return output
+        if step is not None and self.refusal is None:
+            try:
+                if query.dtype != kv_cache.dtype:
+                    raise TypeError(f"{query.dtype} queries of a {kv_cache.dtype} KV cache")
+                segments = [
+                    self.pack(layer, kv_cache, segment).from_token(first * kv_cache.shape[2])
+                    for segment, first in step.segments
+                ]
+                step.attention.run(query, self.kernel_layout(kv_cache), segments, output)
+                return output
+            except Exception as error:
+                assert self.failed is not None and isinstance(attn_metadata, RelayMetadata)
+                attn_metadata.relay = None  # the other layers of the step
+                self.failed("attention", error)
+        # The metadata of a relayed step is vLLM's, too.
+        return super().forward(
+            layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+        )

@@ -122,6 +122,11 @@ class PackedCache:
         """Treat system KVs as other segments from the next step on."""
         self._pinned.clear()
 
+    def clear(self) -> None:
+        """Forget all segments, those of system KVs too."""
+        self._segments.clear()
+        self._pinned.clear()
+
     def of_step(self, choice: Choice, block_table: Int32Array, costs: Costs) -> list[Found | None]:
         """The packed segment of each group, level by level; new ones where they are due.
 

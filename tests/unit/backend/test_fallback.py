@@ -1,0 +1,128 @@
+"""Whatever fails in relay, the step is vLLM's own, and the log says why in one line."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.backend.cpu_bench import BLOCK, Bench, make_bench, make_step, outputs
+from vllm_relay import metrics
+from vllm_relay.backend import cpu, cpu_impl
+from vllm_relay.backend.fallback import MOST_FAILURES
+from vllm_relay.ops.step.native import NativeStep
+from vllm_relay.sharing import Planner
+
+TABLES = [[1, 2, 3, 10], [1, 2, 3, 15], [1, 2, 3, 17]]
+LENS = [97, 120, 128]
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    monkeypatch.setattr(metrics, "_fallbacks", type(metrics._fallbacks)())
+    monkeypatch.setattr(metrics, "_said", set())
+    monkeypatch.setattr(metrics.logger, "propagate", True)
+    caplog.set_level("WARNING", logger="vllm.relay")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def bench_of() -> tuple[Bench, torch.Tensor]:
+    torch.manual_seed(0)
+    return make_bench(8, 2, 64, torch.bfloat16, "vec", 21), torch.randn(3, 8, 64).bfloat16()
+
+
+def fails_once(stock: Any, error: Exception) -> Any:
+    """A method that raises at its first call."""
+    calls = []
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise error
+        return stock(*args, **kwargs)
+
+    return method
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "doing"),
+    [
+        (Planner, "plan", "planning"),
+        (cpu, "make_plan", "planning"),
+        (NativeStep, "__init__", "planning"),
+        (NativeStep, "run", "attention"),
+        (cpu_impl.RelayImpl, "kernel_layout", "attention"),
+    ],
+)
+@pytest.mark.parametrize("error", [MemoryError("no memory"), RuntimeError("two\nlines")])
+def test_a_failure_is_vllms_own_answer_and_the_next_step_is_relayed_again(
+    owner: Any, name: str, doing: str, error: Exception, lines: Any, monkeypatch: Any
+) -> None:
+    bench, query = bench_of()
+    common = make_step(TABLES, LENS)
+    _, stock, _ = outputs(bench, common, query)
+    monkeypatch.setattr(owner, name, fails_once(getattr(owner, name), error))
+    failed, _, _ = outputs(bench, common, query)
+    assert torch.equal(failed, stock)
+    assert metrics.counters()["fallbacks"] == metrics.counters()[f"fallbacks_{doing}"] == 1
+    (line,) = lines()
+    assert line.startswith(f"relay: {doing} failed and is left to vLLM's own attention: ")
+    assert str(error).replace("\n", " ") in line
+    again, _, _ = outputs(bench, common, query)
+    assert not torch.equal(again, stock) and metrics.counters()["fallbacks"] == 1
+
+
+def test_after_some_failures_relay_is_off(lines: Any, monkeypatch: Any) -> None:
+    bench, query = bench_of()
+    common = make_step(TABLES, LENS)
+
+    def plan(*args: Any) -> Any:
+        raise ValueError("always")
+
+    monkeypatch.setattr(Planner, "plan", plan)
+    for _ in range(MOST_FAILURES + 2):
+        relay, stock, _ = outputs(bench, common, query)
+        assert torch.equal(relay, stock)
+    assert bench.builder.planner is None
+    assert metrics.counters()["fallbacks"] == MOST_FAILURES
+    cause, off = lines()
+    assert cause.endswith("ValueError: always")
+    assert off == "relay: switched off until the engine is restarted, after 3 failures"
+
+
+def test_packed_segments_are_forgotten_where_planning_fails(lines: Any, monkeypatch: Any) -> None:
+    bench, query = bench_of()
+    packed = bench.plan_by()
+    common = make_step(TABLES, LENS)
+    outputs(bench, common, query)
+    assert len(packed) == 1
+    monkeypatch.setattr(Planner, "plan", fails_once(Planner.plan, ValueError("once")))
+    bench.builder.build(0, common)
+    assert not packed
+
+
+def test_a_query_of_another_dtype_than_the_cache_is_vllms_own(lines: Any) -> None:
+    bench, query = bench_of()
+    common = make_step(TABLES, LENS)
+    metadata = bench.builder.build(0, common)
+    assert isinstance(metadata, cpu_impl.RelayMetadata)
+    seen: list[Any] = []
+    stock = cpu_impl.CPUAttentionBackendImpl.forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_impl.CPUAttentionBackendImpl, "forward", lambda *args: seen.append(args))
+        bench.impl.forward(
+            bench.layer, query.half(), query, query, bench.cache, metadata, query.clone()
+        )
+    assert stock and len(seen) == 1 and "float16 queries of a torch.bfloat16 KV cache" in lines()[0]
+
+
+def test_a_failure_at_the_start_leaves_all_steps_to_vllm(lines: Any, monkeypatch: Any) -> None:
+    def find(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(cpu, "find_costs", find)
+    bench = make_bench(8, 2, 64, torch.bfloat16, "vec", 21, min_saved_tokens=None)
+    assert bench.builder.planner is None
+    assert type(bench.builder.build(0, make_step(TABLES, LENS))) is cpu.CPUAttentionMetadata
+    (line,) = lines()
+    assert "start failed" in line and "home directory" in line and BLOCK
