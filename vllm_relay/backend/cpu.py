@@ -20,6 +20,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_relay import metrics
 from vllm_relay.backend.cpu_impl import RelayImpl, RelayMetadata, RelayStep
+from vllm_relay.backend.engine_support import engine_refusal
 from vllm_relay.backend.fallback import Fallback
 from vllm_relay.backend.packed_cache import PackedCache, written_blocks
 from vllm_relay.config import RelayConfig, only_system_kv
@@ -89,7 +90,8 @@ class StepPlanner:
         starts = common.query_start_loc[: common.num_reqs + 1].numpy()
         queries = np.diff(starts)
         if self.packed:
-            slots = common.slot_mapping[: common.num_actual_tokens].numpy()
+            # All of it: whatever else is cut off a step, the engine writes these.
+            slots = common.slot_mapping.numpy()
             computed = (lens - queries) // self._block_size
             self.packed.begin_step(table, computed, written_blocks(slots, self._block_size))
         if len(lens) < 2 or common.causal is not True:
@@ -157,9 +159,11 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
             for impl in self._impls
             if impl.refusal is None
         }
-        reason = None
+        reason = engine_refusal(vllm_config, self.kv_cache_spec)
         if not config.enabled:
             reason = "switched off by additional_config"
+        elif reason is not None:
+            pass
         elif not only_system_kv(vllm_config.kv_transfer_config):
             # Connectors write blocks outside forward passes, unseen by `PackedCache`; ours writes
             # them before the first and later only what they held.

@@ -4,9 +4,9 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionType
-from vllm.v1.attention.backends import flash_attn
 
 from vllm_relay import compat
+from vllm_relay.backend import engine_support
 
 
 def engine_refusal(builder: Any, vllm_config: VllmConfig) -> str | None:
@@ -15,25 +15,17 @@ def engine_refusal(builder: Any, vllm_config: VllmConfig) -> str | None:
     Args:
         builder: vLLM's FlashAttentionMetadataBuilder of the layers.
     """
-    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
-    spec = builder.kv_cache_spec
+    speculative = vllm_config.speculative_config
     checks = (
-        (builder.dcp_world_size > 1, "decode context parallelism"),
-        (parallel.use_ubatching, "two batches in flight (dual-batch overlap)"),
-        (vllm_config.cache_config.kv_sharing_fast_prefill, "fast prefill of shared KV layers"),
         (
             # Inside a captured graph a draft model's lengths move on after the plan was made.
             speculative is not None and speculative.method not in compat.DRAFTS_WITHOUT_MODEL,
             "speculative decoding with a draft model",
         ),
-        (vllm_config.model_config.is_mm_prefix_lm, "attention both ways over images"),
         (builder.rswa_window is not None, "reference sliding window attention"),
-        # Sharing changes how the sums of a request are split.
-        (flash_attn.envs.VLLM_BATCH_INVARIANT, "batch invariance is asked for"),
-        (getattr(spec, "sliding_window", None) is not None, "a sliding window"),
-        (getattr(spec, "attention_chunk_size", None) is not None, "chunked local attention"),
     )
-    return next((reason for applies, reason in checks if applies), None)
+    own = next((reason for applies, reason in checks if applies), None)
+    return engine_support.engine_refusal(vllm_config, builder.kv_cache_spec) or own
 
 
 def layer_refusal(impl: Any) -> str | None:

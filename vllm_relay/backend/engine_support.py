@@ -1,0 +1,29 @@
+"""Engines that neither backend relays, with reasons.
+
+Both backends trust that the metadata of a step is the scheduler's own: every block that the step
+writes is in its slot mapping, and lengths and queries say which blocks were computed before.
+"""
+
+from typing import Any
+
+from vllm import envs
+
+
+def engine_refusal(vllm_config: Any, kv_cache_spec: Any) -> str | None:
+    """Why no step of the layers of a KV cache group is relayed, or None."""
+    parallel = vllm_config.parallel_config
+    checks = (
+        (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
+        (parallel.use_ubatching, "two batches in flight (dual-batch overlap)"),
+        # It gives layers metadata of its own, with one query per request.
+        (vllm_config.cache_config.kv_sharing_fast_prefill, "fast prefill of shared KV layers"),
+        (vllm_config.model_config.is_mm_prefix_lm, "attention both ways over images"),
+        # Sharing changes how the sums of a request are split.
+        (envs.VLLM_BATCH_INVARIANT, "batch invariance is asked for"),
+        (getattr(kv_cache_spec, "sliding_window", None) is not None, "a sliding window"),
+        (
+            getattr(kv_cache_spec, "attention_chunk_size", None) is not None,
+            "chunked local attention",
+        ),
+    )
+    return next((reason for applies, reason in checks if applies), None)
