@@ -44,12 +44,18 @@ def make_bench(
     heads: int, kv_heads: int, dim: int, dtype: torch.dtype, isa: str, blocks: int, **relay: Any
 ) -> Bench:
     """``relay``: settings of the backend; the groups that read least, unless told otherwise."""
-    model = SimpleNamespace(dtype=dtype, get_num_attention_heads=lambda parallel: heads)
+    model = SimpleNamespace(
+        dtype=dtype, get_num_attention_heads=lambda parallel: heads, is_mm_prefix_lm=False
+    )
     config = SimpleNamespace(
         model_config=model,
         # Not the block size of block tables, as in vLLM 0.27.
-        cache_config=SimpleNamespace(block_size=4 * BLOCK, cache_dtype="auto"),
-        parallel_config=SimpleNamespace(rank=0),
+        cache_config=SimpleNamespace(
+            block_size=4 * BLOCK, cache_dtype="auto", kv_sharing_fast_prefill=False
+        ),
+        parallel_config=SimpleNamespace(
+            rank=0, decode_context_parallel_size=1, use_ubatching=False
+        ),
         kv_transfer_config=None,
         additional_config={"relay": {"min_saved_tokens": 0, **relay}},
     )
@@ -118,16 +124,17 @@ def make_step(
     )
 
 
+def forward(bench: Bench, metadata: Any, query: torch.Tensor) -> torch.Tensor:
+    """Output of the layer under this metadata, ``[T, Hq, D]`` fp64."""
+    out = torch.full_like(query, torch.nan)
+    bench.impl.forward(bench.layer, query, query, query, bench.cache, metadata, out)
+    return out.double()
+
+
 def outputs(
     bench: Bench, common: CommonAttentionMetadata, query: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output of relay, of vLLM's own path, and of the oracle, each ``[T, Hq, D]`` fp64."""
-
-    def forward(metadata: Any) -> torch.Tensor:
-        out = torch.full_like(query, torch.nan)
-        bench.impl.forward(bench.layer, query, query, query, bench.cache, metadata, out)
-        return out.double()
-
     metadata = bench.builder.build(0, common)
     assert isinstance(metadata, cpu_impl.RelayMetadata)
     stock = cpu.CPUAttentionMetadataBuilder.build(bench.builder, 0, common)
@@ -140,7 +147,8 @@ def outputs(
         k, v = bench.keys[slots], bench.values[slots]
         mine = query[common.query_start_loc[row] : common.query_start_loc[row + 1]]
         exact.append(reference.attention_lse(mine, k, v, causal=True)[0])
-    return forward(metadata), forward(stock), torch.cat(exact).double()
+    relay, own = forward(bench, metadata, query), forward(bench, stock, query)
+    return relay, own, torch.cat(exact).double()
 
 
 def assert_as_good(
