@@ -71,7 +71,8 @@ class RelayConfig:
             memory, as dense KV, with one more attention call per layer. None: True if system KVs
             are pinned, whose blocks mostly are adjacent.
         max_copy_gib: CPU only. Upper bound of packed segments, in GiB per worker and KV cache
-            group; other segments are read in place.
+            group; other segments are read in place. None: 2, or what fits into half of the memory
+            that the KV cache leaves.
         system_kv: files to load: a path, a list of paths, or the settings of `SystemKVConfig`.
     """
 
@@ -80,7 +81,7 @@ class RelayConfig:
     max_levels: Positive | None = None
     overlap: StrictBool = True
     dense: StrictBool | None = None
-    max_copy_gib: Amount = 2.0
+    max_copy_gib: Amount | None = None
     system_kv: Annotated[SystemKVConfig, PlainValidator(SystemKVConfig.from_mapping)] = field(
         default_factory=SystemKVConfig
     )

@@ -6,6 +6,8 @@ not cover, is vLLM's own code on vLLM's own metadata. Requests may have any numb
 decodes, drafts to verify, prefills.
 """
 
+import logging
+import math
 from typing import Any
 
 import numpy as np
@@ -22,10 +24,11 @@ from vllm_relay import metrics
 from vllm_relay.backend.cpu_impl import RelayImpl, RelayMetadata, RelayStep
 from vllm_relay.backend.engine_support import engine_refusal
 from vllm_relay.backend.fallback import Fallback
+from vllm_relay.backend.memory import memory_bound
 from vllm_relay.backend.packed_cache import PackedCache, written_blocks
 from vllm_relay.config import RelayConfig, only_system_kv
 from vllm_relay.ops.native import library as native
-from vllm_relay.ops.step.native import NativeStep
+from vllm_relay.ops.step.native import NativeStep, partial_bytes
 from vllm_relay.plan import SharingStats
 from vllm_relay.sharing import Costs, Planner, make_plan, reads, stats_of
 from vllm_relay.sharing.cost_store import SHIPPED, cpu_name, find_costs
@@ -56,6 +59,7 @@ class StepPlanner:
         layer: the attention of any relayed layer; all have its heads and scale.
         block_size: of the block tables. dtype: of queries and KV.
         costs, max_levels: as `sharing.choose`. packed: the packed segments.
+        max_partial_bytes: a step whose partials take more is vLLM's own.
     """
 
     def __init__(
@@ -66,8 +70,10 @@ class StepPlanner:
         costs: Costs,
         max_levels: int,
         packed: PackedCache,
+        max_partial_bytes: float = math.inf,
     ) -> None:
         self.packed = packed
+        self._max_partial_bytes = max_partial_bytes
         self._block_size = block_size
         self._costs = costs
         self._planner = Planner(block_size, costs, max_levels)
@@ -97,7 +103,10 @@ class StepPlanner:
         if len(lens) < 2 or common.causal is not True:
             return None, SharingStats(steps=1)
         choice = self._planner.plan(table, lens, queries)
-        if not choice.forest.levels:
+        levels = len(choice.forest.levels)
+        heads, head_size = self._layer["heads"], self._layer["head_size"]
+        need = starts[-1] * partial_bytes(levels, heads, head_size)
+        if not levels or need > self._max_partial_bytes:
             return None, SharingStats(steps=1)
         found = self.packed.of_step(choice, table, self._costs)
         plan = make_plan(choice.forest, table, lens, starts)
@@ -143,13 +152,24 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         self._bytes_per_token = sum(
             2 * impl.num_kv_heads * impl.head_size * dtype.itemsize for impl in served
         )
-        packed = PackedCache(self._bytes_per_token * block_size, int(config.max_copy_gib * 2**30))
         costs = self._costs_of(served[0], config.min_saved_tokens)
         levels = config.max_levels or LEVELS
+        bound = memory_bound(
+            vllm_config,
+            self.kv_cache_spec.page_size_bytes * len(self._layers),
+            partial_bytes(levels, served[0].num_heads, served[0].head_size),
+            config.max_copy_gib,
+        )
+        metrics.say_once(
+            f"takes at most {bound.total / 2**30:.2f} GiB per worker beside the KV cache: "
+            f"{bound.packed / 2**30:.2f} GiB of packed segments, the rest for partials",
+            logging.INFO,
+        )
+        packed = PackedCache(self._bytes_per_token * block_size, bound.packed)
         for impl in served:
             impl.packed, impl.failed = packed, self.failed
         metrics.report_at_exit()
-        return StepPlanner(served[0], block_size, self.dtype, costs, levels, packed)
+        return StepPlanner(served[0], block_size, self.dtype, costs, levels, packed, bound.partials)
 
     def _decide(self, config: RelayConfig, vllm_config: Any) -> bool:
         """Whether this builder plans at all; says why not, and which layers it leaves to vLLM."""

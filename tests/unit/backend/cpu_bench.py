@@ -51,10 +51,19 @@ def make_bench(
         model_config=model,
         # Not the block size of block tables, as in vLLM 0.27.
         cache_config=SimpleNamespace(
-            block_size=4 * BLOCK, cache_dtype="auto", kv_sharing_fast_prefill=False
+            block_size=4 * BLOCK,
+            cache_dtype="auto",
+            kv_sharing_fast_prefill=False,
+            num_gpu_blocks=blocks,
+            kv_cache_memory_bytes=None,
         ),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
         parallel_config=SimpleNamespace(
-            rank=0, decode_context_parallel_size=1, use_ubatching=False
+            rank=0,
+            decode_context_parallel_size=1,
+            use_ubatching=False,
+            world_size=1,
+            data_parallel_size_local=1,
         ),
         kv_transfer_config=None,
         additional_config={"relay": {"min_saved_tokens": 0, **relay}},

@@ -73,7 +73,7 @@ def test_a_failure_is_vllms_own_answer_and_the_next_step_is_relayed_again(
 
 
 def test_after_some_failures_relay_is_off(lines: Any, monkeypatch: Any) -> None:
-    bench, query = bench_of()
+    bench, _ = bench_of()
     common = make_step(TABLES, LENS)
 
     def plan(*args: Any) -> Any:

@@ -73,6 +73,11 @@ class NativeStep:
         self.call.run(query, out)
 
 
+def partial_bytes(levels: int, heads: int, head_size: int) -> int:
+    """Bytes of one token's partials, float32 with LSE, in a step of so many levels."""
+    return (levels + 1) * heads * (head_size + 1) * 4
+
+
 def sequences_of(
     table: NDArray[np.int32],
     query_start_loc: NDArray[np.integer],
