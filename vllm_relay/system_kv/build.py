@@ -31,6 +31,8 @@ from vllm_relay.system_kv.identity import identify
 from vllm_relay.system_kv.prompts import Prompt
 
 _SCRATCH = ".vllm-relay-build-"
+# KV tokens beside those of each prompt: its last block is partly filled.
+_SPARE = 256
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ class Builder:
 
         extra = self._config.kv_transfer_config.kv_connector_extra_config
         extra["prompts"] = [list(prompt.token_ids) for prompt in prompts]
+        self._take_memory([len(prompt.token_ids) for prompt in prompts])
         report("starting the engine", 0)
         engine = LLMEngine.from_vllm_config(self._config)
         try:
@@ -139,6 +142,24 @@ class Builder:
                 "this model or attention backend is not supported"
             )
         return Prefill(sum(tokens), len(tokens) * max(tokens), steps, seconds)
+
+    def _take_memory(self, lengths: Sequence[int]) -> None:
+        """Set a KV cache of what the prompts need, so that a server can run beside the build.
+
+        A size in vLLM's options, ``--kv-cache-memory-bytes``, stays.
+        """
+        cache, model = self._config.cache_config, self._config.model_config
+        if cache.kv_cache_memory_bytes is not None:
+            return
+        if "max_model_len" not in self.identity.rope:  # else another length is other KV
+            model.max_model_len = max(lengths) + 1
+        at_once = max(lengths) + self._config.scheduler_config.max_num_batched_tokens
+        tokens = max(model.max_model_len, min(sum(lengths), at_once)) + _SPARE * len(lengths)
+        parallel = self._config.parallel_config
+        row = 2 * model.get_num_kv_heads(parallel) * model.get_head_size() * model.dtype.itemsize
+        cache.kv_cache_memory_bytes = (tokens + _SPARE) * row * model.get_num_layers(parallel)
+        # Not read beside the size, but compared with the memory that is free.
+        cache.gpu_memory_utilization = 0.01
 
     def tensors(self, index: int, prompt: Prompt) -> tuple[dict[str, torch.Tensor], list[Layer]]:
         """One prompt's KV by tensor name, joined over the workers, and the joined layers."""
