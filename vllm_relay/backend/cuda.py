@@ -30,6 +30,7 @@ from vllm_relay.backend import cuda_support, self_test
 from vllm_relay.backend.cuda_graphs import graphs
 from vllm_relay.backend.cuda_history import SharingHistory
 from vllm_relay.backend.cuda_impl import RelayImpl, RelayMetadata, Schedules
+from vllm_relay.backend.fallback import Fallback
 from vllm_relay.config import RelayConfig
 from vllm_relay.ops.planning.device_plan import DevicePlan
 from vllm_relay.plan import Plan
@@ -99,11 +100,14 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         self.history = SharingHistory()
         self._capture = False
         self._shapes: set[tuple[int, int]] = set()
+        self._fallback = Fallback()
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         self._layers = [x for x in layers.values() if isinstance(x.impl, RelayImpl)]
         self._active = self._decide(vllm_config)
         if not self._active:
             return
+        for layer in self._layers:
+            layer.impl.failed = self.failed
         metrics.report_at_exit()
         graphs.follow(self)
         if self.use_full_cuda_graph and vllm_config.parallel_config.data_parallel_size == 1:
@@ -131,6 +135,7 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
                     max_num_splits=self.max_num_splits,
                     dense=self._dense,
                 )
+            cuda_support.agree([layer.impl for layer in self._layers], vllm_config)
             refusals = sorted({impl.refusal for impl in impls if impl.refusal is not None})
             if not impls or any(impl.refusal is None for impl in impls):
                 for refusal in refusals:
@@ -163,17 +168,32 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         self.planned = self.shared = False
         if not self._active or not self._covers(common, fast_build):
             return metadata
+        try:
+            plan = self._plan_step(common) if self._wanted() else None
+            return RelayMetadata(**vars(metadata), plan=plan) if self.shared else metadata
+        except Exception as error:
+            if self._graphs_need_plans:
+                raise
+            self.planned = self.shared = False
+            self.failed("planning", error)
+            return metadata
+
+    @property
+    def _graphs_need_plans(self) -> bool:
+        """True if the only graphs have relay in them: what they replay is the plan."""
+        return self.use_full_cuda_graph and not graphs.have_both
+
+    def _wanted(self) -> bool:
+        """True if this step is planned."""
         self.history.begin_step(self.device_plan)
         if self._capture:
-            wanted = not graphs.capturing_plain
-        else:
-            # A graph that stands alone has relay in it and needs the plan.
-            needed = self.use_full_cuda_graph and not graphs.have_both
-            wanted = needed or self.history.is_due()
-        if not wanted:
-            return metadata
-        plan = self._plan_step(common)
-        return RelayMetadata(**vars(metadata), plan=plan) if self.shared else metadata
+            return not graphs.capturing_plain
+        return self._graphs_need_plans or self.history.is_due()
+
+    def failed(self, doing: str, error: Exception) -> None:
+        """Leave what failed to vLLM's own attention, and all steps after several failures."""
+        self._fallback.failed(doing, error)
+        self._active = not self._fallback.off or self._graphs_need_plans
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata

@@ -1,6 +1,7 @@
 """One attention layer on CUDA: its FlashAttention calls, with the relay path in front of vLLM's."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,6 +140,7 @@ class RelayImpl(FlashAttentionImpl):
     Attributes:
         refusal: why the layer stays on vLLM's path, or None.
         side: the stream of system attention in graphs; one for all layers, which run in turn.
+        failed: its `RelayMetadataBuilder.failed`.
     """
 
     side: "torch.cuda.Stream | None" = None
@@ -146,6 +148,7 @@ class RelayImpl(FlashAttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.refusal = layer_refusal(self)
+        self.failed: Callable[[str, Exception], None] | None = None
 
     def forward(
         self,
@@ -161,10 +164,22 @@ class RelayImpl(FlashAttentionImpl):
     ) -> Tensor:
         """vLLM's: query, output ``[T, Hq, D]``, cache ``[blocks, Hkv, block_size, 2 * D]``."""
         plan = attn_metadata.plan if isinstance(attn_metadata, RelayMetadata) else None
-        if plan is None or self.refusal is not None:
-            return super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
-            )
+        if plan is not None and self.refusal is None:
+            try:
+                self._relay(plan, query, kv_cache, output)
+                return output
+            except Exception as error:
+                # A capture that failed is no graph; a graph without relay would lack a plan.
+                if self.failed is None or _capturing(query):
+                    raise
+                assert isinstance(attn_metadata, RelayMetadata)
+                attn_metadata.plan = None  # the other layers of the step
+                self.failed("attention", error)
+        return super().forward(
+            layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+        )
+
+    def _relay(self, plan: Plan[Tensor], query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
         tokens = plan.index.shape[1]
         keys, values = (
             canonicalize_singleton_dim_strides(cache)
@@ -185,7 +200,6 @@ class RelayImpl(FlashAttentionImpl):
             # Outside a graph the second stream costs the host more than the GPU gains.
             side=self.side if _capturing(query) else None,
         )
-        return output
 
 
 def _capturing(x: Tensor) -> bool:

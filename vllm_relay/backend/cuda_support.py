@@ -1,8 +1,12 @@
 """Engines and layers that the CUDA backend leaves to vLLM's own FlashAttention, with reasons."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import distributed
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.attention.backend import AttentionType
 
 from vllm_relay import compat
@@ -43,6 +47,20 @@ def layer_refusal(impl: Any) -> str | None:
         (compat.uses_fa4_hd256(impl), "FlashAttention 4 with heads of 256"),
     )
     return next((reason for applies, reason in checks if applies), None)
+
+
+def agree(impls: Sequence[Any], vllm_config: VllmConfig) -> None:
+    """Refuse each layer that another rank of the tensor-parallel group refuses.
+
+    Ranks capture the same CUDA graphs, with collectives in them: one may not relay alone.
+    """
+    if vllm_config.parallel_config.tensor_parallel_size == 1:
+        return
+    refused = torch.tensor([impl.refusal is not None for impl in impls], dtype=torch.int32)
+    distributed.all_reduce(refused, distributed.ReduceOp.MAX, group=get_tp_group().cpu_group)
+    for impl, somewhere in zip(impls, refused.tolist(), strict=True):
+        if somewhere and impl.refusal is None:
+            impl.refusal = "kernels that fail their self-test on another rank"
 
 
 def has_consecutive_blocks(kv_cache: Any) -> bool:

@@ -1,0 +1,90 @@
+"""What fails on the host of the CUDA backend is vLLM's own answer; ranks agree on their layers."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, multiprocessing
+
+from tests.triton.cuda.cuda_bench import Bench, Step, make_config
+from vllm_relay import metrics
+from vllm_relay.backend import cuda, cuda_impl, cuda_support
+from vllm_relay.backend.cuda_graphs import graphs
+from vllm_relay.backend.fallback import MOST_FAILURES
+
+STEP = Step([([1, 2, 3, 4], 60, 1), ([1, 2, 3, 5], 52, 1), ([1, 2, 3, 6], 49, 1)])
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: Any) -> Bench:
+    monkeypatch.setattr(metrics, "_fallbacks", type(metrics._fallbacks)())
+    bench = Bench(make_config(tmp_path, "NONE"))
+    for _ in range(4):  # the host hears of sharing some steps later
+        bench.build(STEP)
+    assert isinstance(bench.build(STEP), cuda.RelayMetadata)
+    return bench
+
+
+def fail(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("no\nmemory")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "doing"),
+    [
+        (cuda.DevicePlan, "update", "planning"),
+        (cuda_impl.Schedules, "add", "planning"),
+        (cuda.SharingHistory, "begin_step", "planning"),
+        (cuda_impl, "paged_relay", "attention"),
+    ],
+)
+def test_a_failure_is_vllms_own_answer(
+    bench: Bench, owner: Any, name: str, doing: str, monkeypatch: Any
+) -> None:
+    q = bench.queries(3)
+    stock = bench.stock(STEP, q)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        for step in range(MOST_FAILURES + 2):
+            metadata = bench.build(STEP)
+            for layer in (0, 1):
+                assert torch.equal(bench.forward(metadata, q, layer), bench.stock(STEP, q, layer))
+            expected = min(step + 1, MOST_FAILURES)
+            assert metrics.counters()[f"fallbacks_{doing}"] == expected
+    off = bench.build(STEP)
+    assert not isinstance(off, cuda.RelayMetadata) and torch.equal(bench.forward(off, q), stock)
+
+
+def test_where_all_graphs_read_the_plan_its_failure_is_an_error(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    bench = Bench(make_config(tmp_path, "FULL_DECODE_ONLY"))
+    monkeypatch.setattr(graphs, "have_both", False)
+    monkeypatch.setattr(cuda.DevicePlan, "update", fail)
+    with pytest.raises(RuntimeError, match="memory"):
+        bench.build(STEP)
+    monkeypatch.setattr(graphs, "have_both", True)
+    assert not isinstance(bench.build(STEP), cuda.RelayMetadata)
+
+
+def _agree(rank: int, folder: str, results: Any) -> None:
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=2
+    )
+    cuda_support.get_tp_group = lambda: SimpleNamespace(cpu_group=distributed.group.WORLD)
+    config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2))
+    impls = [SimpleNamespace(refusal=None) for _ in range(3)]
+    if rank == 1:
+        impls[2].refusal = "kernels that fail their self-test (here)"
+    cuda_support.agree(impls, config)  # type: ignore[arg-type]
+    results[rank] = [impl.refusal for impl in impls]
+
+
+def test_a_layer_that_fails_on_one_rank_is_relayed_on_none(tmp_path: Path) -> None:
+    with multiprocessing.Manager() as manager:
+        results = manager.dict()
+        multiprocessing.spawn(_agree, (str(tmp_path), results), nprocs=2)
+        assert results[0] == [None, None, "kernels that fail their self-test on another rank"]
+        assert results[1] == [None, None, "kernels that fail their self-test (here)"]
