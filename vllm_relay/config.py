@@ -73,6 +73,9 @@ class RelayConfig:
         max_copy_gib: CPU only. Upper bound of packed segments, in GiB per worker and KV cache
             group; other segments are read in place. None: 2, or what fits into half of the memory
             that the KV cache leaves.
+        scrub: CPU only, for canaries. Compare one random packed block of every relayed step with
+            the KV cache, and one random row of one layer with vLLM's own attention. A difference
+            is a fallback.
         system_kv: files to load: a path, a list of paths, or the settings of `SystemKVConfig`.
     """
 
@@ -82,6 +85,7 @@ class RelayConfig:
     overlap: StrictBool = True
     dense: StrictBool | None = None
     max_copy_gib: Amount | None = None
+    scrub: StrictBool = False
     system_kv: Annotated[SystemKVConfig, PlainValidator(SystemKVConfig.from_mapping)] = field(
         default_factory=SystemKVConfig
     )

@@ -119,9 +119,10 @@ def test_speculated_tokens_are_relayed_and_answers_stay_the_same(tmp_path: Path)
 
 def test_a_forked_engine_and_an_attention_config(tmp_path: Path) -> None:
     model = write_random_model(tmp_path / "model", 4, 2, 64)
-    spec = _engine(model, attention_config={"backend": "relay"})
+    scrub = {"relay": {"min_saved_tokens": 0, "scrub": True}}
+    spec = _engine(model, attention_config={"backend": "relay"}, additional_config=scrub)
     result = run_engine(tmp_path, spec, VLLM_WORKER_MULTIPROC_METHOD="fork", **APART)
-    assert result["counters"]["steps_relayed"] >= 8
+    assert result["counters"]["steps_relayed"] >= 8 and result["counters"]["fallbacks"] == 0
     assert result["counters"]["tokens_shared"] == 512 * result["counters"]["steps_relayed"]
 
 

@@ -8,6 +8,8 @@ decodes, drafts to verify, prefills.
 
 import logging
 import math
+import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -135,6 +137,7 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         self._bytes_per_token = 0
         self._relayed = False
         self._fallback = Fallback()
+        self._scrubbed: list[RelayImpl] = []
         self.planner: StepPlanner | None = None
         try:
             self.planner = self._make_planner(config, vllm_config)
@@ -168,6 +171,7 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         packed = PackedCache(self._bytes_per_token * block_size, bound.packed)
         for impl in served:
             impl.packed, impl.failed = packed, self.failed
+        self._scrubbed = served if config.scrub else []
         metrics.report_at_exit()
         return StepPlanner(served[0], block_size, self.dtype, costs, levels, packed, bound.partials)
 
@@ -213,7 +217,11 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
             step, stats = self.planner.plan(common_attn_metadata)
             metrics.count_step(stats, self._bytes_per_token)
             self._relay(step is not None)
-            return metadata if step is None else RelayMetadata(**vars(metadata), relay=step)
+            if step is None:
+                return metadata
+            if self._scrubbed:
+                step = replace(step, scrubbed=random.choice(self._scrubbed))
+            return RelayMetadata(**vars(metadata), relay=step)
         except Exception as error:
             self.failed("planning", error)
             return metadata

@@ -1,14 +1,17 @@
 """One layer's relay attention on vLLM's CPU engine: vLLM's own, with the relay path in front."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
+from vllm_relay.backend import scrub
 from vllm_relay.backend.kv_layout import BlockLayout, find_layout
 from vllm_relay.backend.packed_cache import Found, PackedCache, Segment
 from vllm_relay.ops.native import library as native
@@ -23,11 +26,13 @@ class RelayStep:
 
     Attributes:
         segments: packed segments that `attention` reads, in its order.
+        scrubbed: the layer that is compared with vLLM's own, or None.
     """
 
     plan: HostPlan
     segments: Sequence[Found]
     attention: NativeStep
+    scrubbed: "RelayImpl | None" = None
 
 
 @dataclass
@@ -109,16 +114,11 @@ class RelayImpl(CPUAttentionBackendImpl):
 
     def pack(self, layer: Any, kv_cache: torch.Tensor, segment: Segment) -> PackedSegment:
         """A segment's packed keys and values of this layer; packed the first time."""
-        return segment.layer(
-            layer.layer_name,
-            lambda block_ids: PackedSegment(
-                self.kernel_layout(kv_cache),
-                self.num_kv_heads,
-                self.head_size,
-                kv_cache.dtype,
-                block_ids,
-            ),
-        )
+        return segment.layer(layer.layer_name, lambda ids: self._pack(kv_cache, ids))
+
+    def _pack(self, kv_cache: torch.Tensor, block_ids: NDArray[np.int32]) -> PackedSegment:
+        layout = self.kernel_layout(kv_cache)
+        return PackedSegment(layout, self.num_kv_heads, self.head_size, kv_cache.dtype, block_ids)
 
     def keep(self, layer: Any, kv_cache: torch.Tensor, block_ids: Sequence[int]) -> None:
         """Pack a system KV's blocks, from column 0 on; they stay packed until `forget`.
@@ -162,6 +162,10 @@ class RelayImpl(CPUAttentionBackendImpl):
                     for segment, first in step.segments
                 ]
                 step.attention.run(query, self.kernel_layout(kv_cache), segments, output)
+                if step.scrubbed is self:
+                    own = torch.empty_like(output)
+                    super().forward(layer, query, key, value, kv_cache, attn_metadata, own)
+                    self._scrub(layer, kv_cache, step, output, own)
                 return output
             except Exception as error:
                 assert self.failed is not None and isinstance(attn_metadata, RelayMetadata)
@@ -171,3 +175,20 @@ class RelayImpl(CPUAttentionBackendImpl):
         return super().forward(
             layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
         )
+
+    def _scrub(
+        self,
+        layer: Any,
+        kv_cache: torch.Tensor,
+        step: RelayStep,
+        output: torch.Tensor,
+        own: torch.Tensor,
+    ) -> None:
+        """Raise ScrubError where a packed block or a row differs from vLLM's."""
+        if step.segments:
+            segment, _ = random.choice(step.segments)
+            at = random.randrange(len(segment.block_ids))
+            ids = segment.block_ids[at : at + 1]
+            packed, fresh = self.pack(layer, kv_cache, segment), self._pack(kv_cache, ids)
+            scrub.compare_block(packed.tensors(), fresh.tensors(), at, int(ids[0]))
+        scrub.compare_row(output, own)
