@@ -184,7 +184,7 @@ class Engine:
 
     def _build(self, common: CommonAttentionMetadata) -> Any:
         planner = self.builder.planner
-        if self.rng.random() < 0.01:
+        if self.rng.random() < self.scenario.failures:
             self.builder.planner = BrokenPlanner(planner.packed)
         metadata = self.builder.build(0, common)
         self.builder.planner = planner
@@ -211,11 +211,11 @@ class Engine:
     def _between_passes(self) -> None:
         """System KVs come and go, as the connector's `Writer` has it."""
         event, pool = self.rng.random(), self.pool
-        if event < 0.1 and not pool.system:
+        if not pool.system and event < self.scenario.loads:
             self._load()
-        elif event < 0.03:
+        elif pool.system and event < 0.1:
             self._unpin()
-        elif event > 0.99:
+        elif event > 0.98:
             pool.reset()
             if pool.system and self.rng.random() < 0.5:
                 self.impl.forget()

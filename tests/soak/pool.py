@@ -22,12 +22,13 @@ class Scenario:
     """The habits of one engine.
 
     Attributes:
-        order: of free blocks: "fifo" (vLLM's), "lifo", "column" (a block returns to the column
-            where it was), or "random".
+        order: of free blocks: "fifo" (vLLM's), "lifo", "column" (a block returns behind the block
+            that it followed), or "random".
         zeroes: new blocks are zeroed. copies: partly filled blocks are copied.
         fast: vLLM's metadata wrapper for fast prefill.
         drafts: most draft tokens of a step. chunk: most prompt tokens of a step and request.
         room: packed blocks. copy: price of packing a token, in KV tokens read.
+        loads, failures: chance per step that a system KV is loaded, and that planning fails.
     """
 
     blocks: int
@@ -41,13 +42,15 @@ class Scenario:
     room: int
     levels: int
     copy: float
+    loads: float
+    failures: float
 
     @classmethod
     def draw(cls, rng: Random) -> "Scenario":
         return cls(
             blocks=rng.randint(8, 24),
             rows=rng.randint(2, 6),
-            order=rng.choice(["fifo", "lifo", "column", "random"]),
+            order=rng.choice(["fifo", "lifo", "column", "column", "random"]),
             zeroes=rng.random() < 0.5,
             copies=rng.random() < 0.5,
             fast=rng.random() < 0.5,
@@ -56,6 +59,8 @@ class Scenario:
             room=rng.choice([2, 4, 12]),
             levels=rng.randint(1, 3),
             copy=rng.choice([0.0, 0.0, 0.5]),
+            loads=rng.choice([0.0, 0.1, 0.5]),
+            failures=rng.choice([0.0, 0.02, 0.1]),
         )
 
 
@@ -93,7 +98,8 @@ class Pool:
         self.chain = np.zeros((count, BLOCK_SIZE), dtype=np.int64)
         self.free = list(range(1, count))  # block 0 is vLLM's null block
         self.references = [0] * count
-        self.column = [0] * count
+        # The block that came last at a column behind another.
+        self.behind: dict[tuple[int, int], int] = {}
         self.cached: dict[int, int] = {}
         self.node_of: dict[int, int] = {}
         self.running: list[Request] = []
@@ -123,26 +129,30 @@ class Pool:
 
     # Blocks.
 
-    def take(self, column: int) -> int:
-        """A free block for this column, out of the prefix cache."""
-        free, order = self.free, self.scenario.order
-        if order == "column":
-            place = next((i for i, b in enumerate(free) if self.column[b] == column), 0)
-        else:
-            place = {"fifo": 0, "lifo": -1, "random": self.rng.randrange(len(free))}[order]
-        return self._hand_out(free.pop(place), column)
+    def take(self, blocks: list[int], choice: set[int] | None = None) -> bool:
+        """Append a free block to a request's, out of the prefix cache; False without one.
 
-    def _hand_out(self, block: int, column: int) -> int:
+        Args:
+            choice: take one of these, and the lowest where order has none.
+        """
+        free = [block for block in self.free if choice is None or block in choice]
+        if not free:
+            return False
+        key = len(blocks), blocks[-1] if blocks else 0
+        last, order = self.behind.get(key, 0), self.scenario.order
+        if order == "column" and last in free:
+            block = last
+        elif choice is not None:
+            block = min(free)
+        else:
+            block = free[{"lifo": -1, "random": self.rng.randrange(len(free))}.get(order, 0)]
+        self.free.remove(block)
         self.uncache(block)
-        self.references[block], self.column[block] = 1, column
+        self.references[block], self.behind[key] = 1, block
         if self.scenario.zeroes:
             self.content[block] = self.chain[block] = 0
-        return block
-
-    def take_block(self, block: int, column: int) -> int:
-        """This free block, out of the prefix cache."""
-        self.free.remove(block)
-        return self._hand_out(block, column)
+        blocks.append(block)
+        return True
 
     def uncache(self, block: int) -> None:
         node = self.node_of.pop(block, None)
@@ -253,9 +263,9 @@ class Pool:
             while same < most and donor.chain[same] == request.chain[same]:
                 same += 1
             if same > begin:
-                block, source = self.take(len(request.blocks)), donor.blocks[begin // BLOCK_SIZE]
+                self.take(request.blocks)
+                block, source = request.blocks[-1], donor.blocks[begin // BLOCK_SIZE]
                 self.content[block], self.chain[block] = self.content[source], self.chain[source]
-                request.blocks.append(block)
                 request.computed = same
                 return
 
@@ -266,7 +276,7 @@ class Pool:
         if needed > len(self.free):
             return False
         for _ in range(needed):
-            request.blocks.append(self.take(len(request.blocks)))
+            self.take(request.blocks)
         return True
 
     def advance(self, queries: dict[Request, int]) -> None:
@@ -291,21 +301,22 @@ class Pool:
         Args:
             untouched: blocks that no request held in the last step.
         """
+        room = self.scenario.blocks - COLUMNS  # leave one request its blocks
         for _ in range(self.rng.randint(1, 2)):
             chain = self.tokens(BLOCK_SIZE * self.rng.randint(1, 3))
             blocks: list[int] = []
             for column in range(len(chain) // BLOCK_SIZE):
                 nodes = chain[column * BLOCK_SIZE : (column + 1) * BLOCK_SIZE]
                 block = self.cached.get(nodes[-1])
-                if block is not None:
+                if block is not None and room > 0:
                     self.hold(block)
+                    blocks.append(block)
+                    room -= 1
+                elif block is None and room > 0 and self.take(blocks, untouched):
+                    room -= 1
+                    self.write(blocks[-1] * BLOCK_SIZE + np.arange(BLOCK_SIZE), nodes)
                 else:
-                    block = min((b for b in self.free if b in untouched), default=None)
-                    if block is None or len(self.free) < self.scenario.blocks // 2:
-                        break
-                    self.take_block(block, column)
-                    self.write(block * BLOCK_SIZE + np.arange(BLOCK_SIZE), nodes)
-                blocks.append(block)
+                    break
                 self.cache_full(blocks, chain[: len(blocks) * BLOCK_SIZE])
             if blocks:
                 self.system.append((blocks, self.content[blocks], self.chain[blocks]))
