@@ -108,6 +108,7 @@ class Engine:
         self.impl.packed, self.impl.pack = packed, self.pack
         # The worker's persistent block table: columns and rows not in use are stale.
         self.table = np.zeros((scenario.rows + 2, COLUMNS), dtype=np.int32)
+        self.former: list[list[int]] = []  # blocks of the last system KVs
         # Blocks that no request of the last step held, so that a connector may write them.
         self.untouched = set(range(scenario.blocks))
         if rng.random() < 0.5:
@@ -145,8 +146,12 @@ class Engine:
     ) -> tuple[CommonAttentionMetadata, np.ndarray]:
         """vLLM's metadata of a step, rows without a request at the end; and the slots written."""
         rng, padding = self.rng, self.rng.choice([0, 0, 1, 2])
-        for row, request in enumerate(rows):
-            self.table[row, : len(request.blocks)] = request.blocks
+        for row, request in enumerate([*rows, *[None] * padding]):
+            blocks = request.blocks if request else []
+            self.table[row, : len(blocks)] = blocks
+            if self.former and rng.random() < 0.5:
+                stale = rng.choice(self.former)[: COLUMNS - len(blocks)]
+                self.table[row, len(blocks) : len(blocks) + len(stale)] = stale
         count = [queries[request] for request in rows]
         lens = [request.computed + n for request, n in zip(rows, count, strict=True)]
         starts = np.cumsum([0, *count, *[0] * padding], dtype=np.int32)
@@ -227,6 +232,7 @@ class Engine:
         self._keep(self.pool.load(self.untouched))
 
     def _keep(self, system: list[list[int]]) -> None:
+        self.former = system or self.former
         for blocks in system:
             self.impl.keep(self.layer, None, blocks)
 

@@ -186,9 +186,12 @@ class Pool:
         del request.chain[request.known :]
 
     def finish_some(self) -> None:
-        """End requests that are long enough, and abort some."""
+        """End requests that are long enough, abort some or most, and forget a block's hash."""
+        if self.node_of and self.rng.random() < 0.05:
+            self.uncache(self.rng.choice(list(self.node_of)))
+        aborted = 0.02 if self.rng.random() < 0.97 else 0.8
         for request in list(self.running):
-            if request.known >= request.stop or self.rng.random() < 0.02:
+            if request.known >= request.stop or self.rng.random() < aborted:
                 self.release(request)
 
     def schedule(self) -> dict[Request, int]:
@@ -308,6 +311,9 @@ class Pool:
             for column in range(len(chain) // BLOCK_SIZE):
                 nodes = chain[column * BLOCK_SIZE : (column + 1) * BLOCK_SIZE]
                 block = self.cached.get(nodes[-1])
+                if block in self.free and self.rng.random() < 0.7:
+                    self.uncache(block)
+                    block = None
                 if block is not None and room > 0:
                     self.hold(block)
                     blocks.append(block)
