@@ -246,6 +246,9 @@ class Pool:
         if self.running and self.rng.random() < 0.2:
             donor = self.rng.choice(self.running)
             chain = donor.chain[: donor.known]
+        elif self.system and self.rng.random() < 0.5:
+            chain = self.rng.choice(self.system)[2].reshape(-1).tolist()
+            chain.append(self.child(chain[-1], self.rng.randrange(4)))
         else:
             chain = self.tokens(self.rng.randint(2, MAX_TOKENS - 4))
             for _ in range(self.rng.randint(0, 3)):
@@ -307,6 +310,11 @@ class Pool:
         room = self.scenario.blocks - COLUMNS  # leave one request its blocks
         for _ in range(self.rng.randint(1, 2)):
             chain = self.tokens(BLOCK_SIZE * self.rng.randint(1, 3))
+            if self.running and self.rng.random() < 0.5:
+                # A block that a request holds, and others behind it.
+                chain = self.rng.choice(self.running).chain[:BLOCK_SIZE]
+                while len(chain) % BLOCK_SIZE or len(chain) < 2 * BLOCK_SIZE:
+                    chain.append(self.child(chain[-1], 2))
             blocks: list[int] = []
             for column in range(len(chain) // BLOCK_SIZE):
                 nodes = chain[column * BLOCK_SIZE : (column + 1) * BLOCK_SIZE]
