@@ -31,6 +31,8 @@ CHUNKS = 100
 STEPS_PER_CHUNK = 10_000
 STEPS_PER_SCENARIO = 500
 LAYER = "layer"
+# Not in vLLM 0.27.
+_HAS_MAX_LOGITS = "max_logits_per_req" in CommonAttentionMetadata.__dataclass_fields__
 
 
 @dataclass
@@ -183,7 +185,7 @@ class Engine:
             causal=rng.random() > 0.01,
             logits_indices_padded=torch.tensor(indices + [0] * rng.randint(0, 2)),
             num_logits_indices=len(indices),
-            max_logits_per_req=max(logits),
+            **({"max_logits_per_req": max(logits)} if _HAS_MAX_LOGITS else {}),
         )
         return common, np.array(slots)
 

@@ -211,7 +211,7 @@ class Pool:
             for _ in range(self.rng.randint(0, self.scenario.drafts)):
                 if len(request.chain) < MAX_TOKENS:
                     request.chain.append(self.child(request.chain[-1], self.rng.randrange(2)))
-        count = min(len(request.chain) - request.computed, max(self.scenario.chunk, 1))
+        count = min(len(request.chain) - request.computed, self.scenario.chunk)
         while not self._allocate(request, request.computed + count):
             victim = self.running[-1]
             self.release(victim)
@@ -219,7 +219,8 @@ class Pool:
             if victim is request:
                 return
         queries[request] = count
-        self.cache_full(request.blocks, request.chain[: min(request.computed + count, request.known)])
+        end = min(request.computed + count, request.known)  # drafts are not cached
+        self.cache_full(request.blocks, request.chain[:end])
 
     def _admit(self, queries: dict[Request, int]) -> bool:
         request = self.waiting.pop(0) if self.waiting else self._new_request()
