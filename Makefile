@@ -40,7 +40,7 @@ test-engines: env model  ## parity with the oldest and the newest CPU engine, ea
 		$$venv/bin/python -m pytest tests/triton/cuda || exit 1; \
 	done
 
-soak: env  ## long tests by parts; a run that was ended goes on (PART=name, CHUNKS=number)
+soak: env  ## long tests by parts; a run that was ended goes on (PART=copies, CHUNKS=0:50)
 	$(VENV)/bin/python -m tests.soak $(if $(PART),--part $(PART)) $(if $(CHUNKS),--chunks $(CHUNKS))
 
 check: env  ## lint, formatting, types, import rules

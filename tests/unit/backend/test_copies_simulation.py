@@ -42,11 +42,11 @@ def test_a_soak_that_was_ended_goes_on_where_it_was(tmp_path: Path) -> None:
         return {"failures": chunk}
 
     with pytest.raises(KeyboardInterrupt):
-        run_part(path, run_chunk, 4, {"revision": "1e10"})
-    rows = run_part(path, run_chunk, 4, {"revision": "1e10"})
+        run_part(path, run_chunk, range(4), {"revision": "1e10"})
+    rows = run_part(path, run_chunk, range(4), {"revision": "1e10"})
     assert ran == [0, 1, 2, 2, 3]
     assert [row["failures"] for row in rows] == [0, 1, 2, 3] and len(read(path)) == 4
-    run_part(path, run_chunk, 1, {"revision": "another"})
-    run_part(path, run_chunk, 1, {"revision": "another-dirty"})
-    run_part(path, run_chunk, 1, {"revision": "another-dirty"})
+    run_part(path, run_chunk, range(1), {"revision": "another"})
+    run_part(path, run_chunk, range(1), {"revision": "another-dirty"})
+    run_part(path, run_chunk, range(1), {"revision": "another-dirty"})
     assert ran[5:] == [0, 0, 0]
