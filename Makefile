@@ -10,7 +10,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env model sources demo test test-fast test-engines check bench bench-full clean
+.PHONY: help env model sources demo test test-fast test-engines soak check bench bench-full clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -39,6 +39,9 @@ test-engines: env model  ## parity with the oldest and the newest CPU engine, ea
 		$$venv/bin/python -m pytest $(SIDE_BY_SIDE) $(ENGINE_TESTS) || exit 1; \
 		$$venv/bin/python -m pytest tests/triton/cuda || exit 1; \
 	done
+
+soak: env  ## long tests by parts; a run that was ended goes on (PART=copies, CHUNKS=0:50)
+	$(VENV)/bin/python -m tests.soak $(if $(PART),--part $(PART)) $(if $(CHUNKS),--chunks $(CHUNKS))
 
 check: env  ## lint, formatting, types, import rules
 	$(VENV)/bin/ruff check

@@ -41,7 +41,14 @@ class Bench:
 
 
 def make_bench(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, isa: str, blocks: int, **relay: Any
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    isa: str,
+    blocks: int,
+    backend: Any = cpu.RelayBackend,
+    **relay: Any,
 ) -> Bench:
     """``relay``: settings of the backend; the groups that read least, unless told otherwise."""
     model = SimpleNamespace(
@@ -88,7 +95,7 @@ def make_bench(
         impl = cpu_impl.RelayImpl(heads, dim, dim**-0.5, kv_heads, None, None, "auto")
         impl.isa = isa
         layer.impl = impl
-        builder = cpu.RelayMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
+        builder = backend.get_builder_cls()(spec, ["layer"], config, torch.device("cpu"))
 
     g = torch.Generator().manual_seed(heads + dim)
     keys, values = (

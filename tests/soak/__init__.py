@@ -1,0 +1,1 @@
+"""Long tests, run by parts and resumed: ``python -m tests.soak``."""
