@@ -66,15 +66,15 @@ def main() -> int:
     parser.add_argument("--part", choices=PARTS, help="all parts without it")
     parser.add_argument("--chunks", default=":", help="0:50 is the first fifty; default: all")
     args = parser.parse_args()
-    failures = 0
+    columns, failures = source(), 0  # the revision of the code that was loaded
     for name in [args.part] if args.part else PARTS:
         part = importlib.import_module(f"tests.soak.{name}")
         path = RESULTS / "soak" / f"{name}.csv"
         first, _, end = args.chunks.partition(":")
         chunks = range(part.CHUNKS)[int(first or 0) : int(end or part.CHUNKS)]
-        rows = run_part(path, part.run_chunk, chunks, source())
+        rows = run_part(path, part.run_chunk, chunks, columns)
         failed = sum(row["failures"] for row in rows)
-        print(f"{name}: {len(rows)} chunks of revision {source()['revision']}, {failed} failures")
+        print(f"{name}: {len(rows)} chunks of revision {columns['revision']}, {failed} failures")
         failures += failed
     return int(failures > 0)
 

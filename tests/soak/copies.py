@@ -191,12 +191,14 @@ class Engine:
         return common, np.array(slots)
 
     def _build(self, common: CommonAttentionMetadata) -> Any:
-        planner = self.builder.planner
-        if self.rng.random() < self.scenario.failures:
+        planner, fallback = self.builder.planner, self.builder._fallback
+        broken = self.rng.random() < self.scenario.failures
+        if broken:
             self.builder.planner = BrokenPlanner(planner.packed)
         metadata = self.builder.build(0, common)
         self.builder.planner = planner
-        self.builder._fallback.failures = 0  # never off
+        assert fallback.failures == broken, "a failure that was not planted"
+        fallback.failures = 0  # never off
         return metadata
 
     def _read(self, relay: Any) -> None:

@@ -17,17 +17,18 @@ from tests.soak.scenario import BLOCK_SIZE, COLUMNS, MAX_TOKENS, Scenario
 
 @dataclass(eq=False)
 class Request:
-    """Chain nodes of all tokens, drafts of the step included; the first ``computed`` have KV.
+    """A request; a chain node stands for a token and all tokens before it.
 
     Attributes:
-        stop: tokens at which it ends.
+        chain: nodes of all tokens, drafts of the step included. stop: tokens at which it ends.
+        computed: tokens that have KV. known: tokens without drafts.
     """
 
     chain: list[int]
     stop: int
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
-    known: int = 0  # tokens without drafts
+    known: int = 0
 
 
 @dataclass
@@ -36,7 +37,8 @@ class Pool:
 
     Attributes:
         content: int64 ``[blocks, BLOCK_SIZE]``, one number per write. chain: the node written.
-        cached: full block by the node of its last token.
+        cached: full block by the node of its last token. node_of: the same by block.
+        free, references: as vLLM's. behind: the block that came last at a column behind another.
         system: blocks of each pinned system KV, their ``content`` and ``chain``.
     """
 
@@ -49,7 +51,6 @@ class Pool:
         self.chain = np.zeros((count, BLOCK_SIZE), dtype=np.int64)
         self.free = list(range(1, count))  # block 0 is vLLM's null block
         self.references = [0] * count
-        # The block that came last at a column behind another.
         self.behind: dict[tuple[int, int], int] = {}
         self.cached: dict[int, int] = {}
         self.node_of: dict[int, int] = {}
@@ -81,10 +82,10 @@ class Pool:
     # Blocks.
 
     def take(self, blocks: list[int], choice: set[int] | None = None) -> bool:
-        """Append a free block to a request's, out of the prefix cache; False without one.
+        """Append a free block to these blocks and forget its hash; False without one.
 
         Args:
-            choice: take one of these, and the lowest where order has none.
+            choice: blocks that may be taken; None for all.
         """
         free = [block for block in self.free if choice is None or block in choice]
         if not free:

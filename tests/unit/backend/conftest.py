@@ -3,7 +3,8 @@
 import torch
 from vllm.platforms import current_platform
 
-collect_ignore = [] if current_platform.is_cpu() else ["test_cpu.py", "test_layout.py"]
+of_cpu_engine = ["test_copies_simulation.py", "test_cpu.py", "test_layout.py"]
+collect_ignore = [] if current_platform.is_cpu() else of_cpu_engine
 
 if current_platform.is_cpu():
     current_platform.import_kernels()

@@ -7,10 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.platforms import current_platform
-
-if not current_platform.is_cpu():
-    pytest.skip("needs the CPU engine", allow_module_level=True)
 
 from benchmarks.harness.result_csv import read
 from tests.soak.__main__ import run_part
