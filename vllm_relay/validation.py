@@ -16,6 +16,9 @@ Count = Annotated[StrictInt, Field(ge=0)]
 Positive = Annotated[StrictInt, Field(ge=1)]
 Amount = Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False)]
 Text = Annotated[StrictStr, Field(min_length=1)]
+# One line without control characters, as the log shows it.
+_CONTROL = r"\x00-\x1f\x7f\u0085\u2028\u2029"
+Line = Annotated[StrictStr, Field(max_length=4096, pattern=rf"^[^{_CONTROL}]*$")]
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.harness.random_model import LAYERS, VOCABULARY, write_random_model
 from tests.engine.system_kv import BLOCK, build, run_program, run_relay
-from vllm_relay.system_kv.file import SystemKVFile, tensor_names, write_file
+from vllm_relay.system_kv.file import SystemKVFile, write_file
+from vllm_relay.system_kv.manifest import tensor_names
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -26,6 +26,7 @@ def engine_refusal(builder: Any, vllm_config: VllmConfig) -> str | None:
             speculative is not None and speculative.method not in compat.DRAFTS_WITHOUT_MODEL,
             "speculative decoding with a draft model",
         ),
+        (getattr(builder.kv_cache_spec, "sliding_window", None) is not None, "a sliding window"),
         (builder.rswa_window is not None, "reference sliding window attention"),
     )
     own = next((reason for applies, reason in checks if applies), None)

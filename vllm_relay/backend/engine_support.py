@@ -20,7 +20,7 @@ def engine_refusal(vllm_config: Any, kv_cache_spec: Any) -> str | None:
         (vllm_config.model_config.is_mm_prefix_lm, "attention both ways over images"),
         # Sharing changes how the sums of a request are split.
         (envs.VLLM_BATCH_INVARIANT, "batch invariance is asked for"),
-        (getattr(kv_cache_spec, "sliding_window", None) is not None, "a sliding window"),
+        # Its metadata are of virtual batches, a chunk each.
         (
             getattr(kv_cache_spec, "attention_chunk_size", None) is not None,
             "chunked local attention",

@@ -168,7 +168,7 @@ def inspect(
             "engine": ", ".join(f"{key} {value}" for key, value in manifest.engine.items()),
             "created": manifest.created,
         }.items():
-            table.add_row(key, value)
+            table.add_row(key, "".join(x if x.isprintable() else " " for x in value))
         Console(**PLAIN).print(table)
 
 

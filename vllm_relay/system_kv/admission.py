@@ -116,6 +116,11 @@ def admit(vllm_config: Any, chat_template: str | None) -> None:
                 if block and file.manifest.tokens < block:
                     tokens = file.manifest.tokens
                     raise SystemKVError(f"{path}: has {tokens} tokens, a KV block has {block}")
+                vocabulary = vllm_config.model_config.get_vocab_size()
+                if max(file.manifest.token_ids) >= vocabulary:
+                    raise SystemKVError(
+                        f"{path}: has tokens beyond the {vocabulary:,} of the model"
+                    )
                 # Workers hash what they write once more: between here and there the tensors may
                 # change, and the seal guards the header only.
                 file.verify()

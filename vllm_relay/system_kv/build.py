@@ -18,16 +18,9 @@ import torch
 
 from vllm_relay.config import CAPTURE_CONNECTOR
 from vllm_relay.system_kv import capture
-from vllm_relay.system_kv.file import (
-    Identity,
-    Layer,
-    Manifest,
-    SystemKVError,
-    SystemKVFile,
-    tensor_names,
-    write_file,
-)
+from vllm_relay.system_kv.file import SystemKVError, SystemKVFile, write_file
 from vllm_relay.system_kv.identity import identify
+from vllm_relay.system_kv.manifest import Identity, Layer, Manifest, tensor_names
 from vllm_relay.system_kv.prompts import Prompt
 
 _SCRATCH = ".vllm-relay-build-"

@@ -22,8 +22,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_relay import compat
 from vllm_relay.patching import TargetMoved
-from vllm_relay.system_kv.file import Layer, SystemKVError
+from vllm_relay.system_kv.file import SystemKVError
 from vllm_relay.system_kv.idle_connector import IdleConnector
+from vllm_relay.system_kv.manifest import Layer
 
 MODULE = __name__
 # File with two int64, tokens and steps done; mapped by the first worker and its parent.

@@ -17,19 +17,18 @@ import os
 import stat
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import blake3
 import safetensors
 import torch
-from pydantic import ConfigDict, StrictFloat, StrictInt, StrictStr, with_config
 from safetensors.torch import save_file
 
-from vllm_relay.validation import Count, Positive, checked
+from vllm_relay.system_kv.manifest import FORMAT, Manifest, tensor_names
+from vllm_relay.validation import checked
 
-FORMAT = 1
 MANIFEST_KEY = "vllm_relay.system_kv"
 SEAL = "seal"
 _SEAL_BYTES = 32
@@ -38,83 +37,6 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 
 class SystemKVError(ValueError):
     """A system-KV file that cannot be used; the message is one line with file and reason."""
-
-
-@with_config(ConfigDict(extra="forbid"))
-@dataclass(frozen=True)
-class Layer:
-    """One attention layer: its name in vLLM's model, its shape, the scales of a quantised cache."""
-
-    name: StrictStr
-    kv_heads: Positive
-    head_size: Positive
-    k_scale: StrictFloat = 1.0
-    v_scale: StrictFloat = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Identity:
-    """Everything that the KV of an engine depends on, beside the tokens.
-
-    ``model`` is its name, which is not compared; ``weights``, ``tokenizer`` and ``chat_template``
-    are digests (`vllm_relay.system_kv.digest`); ``rope`` and ``config`` are settings of the model.
-    """
-
-    model: StrictStr
-    weights: StrictStr
-    tokenizer: StrictStr | None
-    chat_template: StrictStr | None
-    rope: Mapping[str, Any]
-    config: Mapping[str, Any]
-    dtype: StrictStr
-    kv_cache_dtype: StrictStr
-    quantization: StrictStr | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Manifest(Identity):
-    """The description of a file: the identity of the engine that computed the KV, and the prompt.
-
-    Attributes:
-        name: the prompt's name in logs and counters.
-        kind: the prompt's source: "system-prompt", "text" or "token-ids".
-        token_ids: the tokens whose KV the file holds, from position 0 on.
-        text: the tokens decoded; None without a tokenizer.
-        layers: in the order of the model.
-        engine: versions and settings of the engine that computed the KV; not compared.
-        created: ISO 8601, with time zone.
-        checksums: hexadecimal BLAKE3 of each tensor's bytes, by tensor name.
-    """
-
-    name: StrictStr
-    kind: StrictStr
-    token_ids: tuple[Count, ...]
-    text: StrictStr | None
-    layers: tuple[Layer, ...]
-    engine: Mapping[str, StrictStr]
-    created: StrictStr
-    checksums: Mapping[str, StrictStr]
-    format: StrictInt = FORMAT
-
-    @property
-    def tokens(self) -> int:
-        return len(self.token_ids)
-
-    def shapes(self) -> dict[str, tuple[int, int, int]]:
-        """The shape ``(tokens, kv_heads, head_size)`` of each tensor, by name."""
-        return {
-            name: (self.tokens, layer.kv_heads, layer.head_size)
-            for layer in self.layers
-            for name in tensor_names(layer.name)
-        }
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
-
-
-def tensor_names(layer: str) -> tuple[str, str]:
-    """The names of a layer's keys and values in the file."""
-    return f"{layer}.k", f"{layer}.v"
 
 
 def checksum(tensor: torch.Tensor) -> str:
@@ -154,6 +76,10 @@ def write_file(
     dense = {name: tensor.contiguous() for name, tensor in tensors.items()}
     checksums = {name: checksum(tensor) for name, tensor in dense.items()}
     text = replace(manifest, checksums=checksums).to_json()
+    try:
+        checked(Manifest, json.loads(text), "")
+    except ValueError as error:
+        raise SystemKVError(f"{path}: the manifest is malformed: {error}") from None
     unfinished = scratch / f"{path.name}.unfinished"
     seal = torch.zeros(_SEAL_BYTES, dtype=torch.uint8)
     try:
@@ -253,8 +179,11 @@ class SystemKVFile:
             ):
                 raise ValueError("it does not name the tensors in the file")
             for name, shape in shapes.items():
-                if (found := header.tensors[name]["shape"]) != list(shape):
+                entry = header.tensors[name]
+                if (found := entry["shape"]) != list(shape):
                     raise ValueError(f"tensor {name} has the shape {found}")
+                if (found := entry["dtype"]) != self.manifest.tensor_dtype:
+                    raise ValueError(f"tensor {name} has the dtype {found}")
         except (KeyError, TypeError, ValueError) as error:
             raise SystemKVError(f"{self.path}: the manifest is malformed: {error}") from None
         self.seal = seal.hex()

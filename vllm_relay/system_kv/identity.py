@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from vllm_relay.system_kv.digest import (
     default_chat_template,
@@ -19,7 +19,8 @@ from vllm_relay.system_kv.digest import (
     digest_tokenizer,
     digest_weights,
 )
-from vllm_relay.system_kv.file import Identity, Manifest, SystemKVError
+from vllm_relay.system_kv.file import SystemKVError
+from vllm_relay.system_kv.manifest import DType, Identity, Manifest
 
 # Settings of a Hugging Face config that KV does not depend on; RoPE is compared on its own.
 # fmt: off
@@ -81,7 +82,7 @@ def identify(vllm_config: Any, chat_template: str | None = None) -> Identity:
         chat_template=chat_template and digest_chat_template(chat_template),
         rope=_rope(hf, model.max_model_len),
         config=config,
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=cast(DType, str(model.dtype).removeprefix("torch.")),
         kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
         quantization=model.quantization and str(model.quantization),
     )

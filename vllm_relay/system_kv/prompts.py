@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from vllm_relay.system_kv.manifest import Kind
+
 # Possible continuations of a text, beside those that the vocabulary suggests.
 _CONTINUATIONS = ("\n", " ", " a", "0", "a", "'s", ".", "é", "日本", "🙂")
 # User messages of the conversations that are compared; they begin with different characters.
@@ -25,7 +27,7 @@ class Prompt:
     """
 
     name: str
-    kind: str
+    kind: Kind
     token_ids: tuple[int, ...]
     note: str | None = None
 

@@ -12,7 +12,8 @@ import blake3
 import torch
 
 from vllm_relay import compat, metrics
-from vllm_relay.system_kv.file import Layer, SystemKVError, SystemKVFile
+from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
+from vllm_relay.system_kv.manifest import Layer
 from vllm_relay.system_kv.placement import place
 
 # Elements compared per parameter: enough to detect any training step or merged adapter.

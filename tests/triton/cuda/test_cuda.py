@@ -403,7 +403,7 @@ def test_counters(bench) -> None:
     bench.build(ALONE)
     after = metrics.counters()
     grown = {name: after[name] - before[name] for name in after}
-    assert grown == {
+    assert {name: count for name, count in grown.items() if count} == {
         "steps": 2,
         "steps_relayed": 1,
         "groups": 2,

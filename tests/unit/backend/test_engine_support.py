@@ -37,10 +37,9 @@ def test_engines_are_refused_with_the_reason(change: dict[str, Any], reason: str
     assert engine_support.engine_refusal(config(**change), SimpleNamespace()) == reason
 
 
-def test_layers_that_do_not_attend_to_all_tokens_are_refused(monkeypatch: Any) -> None:
-    for name in ("sliding_window", "attention_chunk_size"):
-        refusal = engine_support.engine_refusal(config(), SimpleNamespace(**{name: 64}))
-        assert refusal is not None and name.split("_")[0] in refusal.replace("chunked", "attention")
+def test_chunks_and_batch_invariance_are_refused(monkeypatch: Any) -> None:
+    chunked = SimpleNamespace(attention_chunk_size=64)
+    assert engine_support.engine_refusal(config(), chunked) == "chunked local attention"
     monkeypatch.setattr(engine_support.envs, "VLLM_BATCH_INVARIANT", True)
     assert engine_support.engine_refusal(config(), SimpleNamespace()) == (
         "batch invariance is asked for"

@@ -13,14 +13,8 @@ import blake3
 import pytest
 import torch
 
-from vllm_relay.system_kv.file import (
-    Layer,
-    Manifest,
-    SystemKVError,
-    SystemKVFile,
-    tensor_names,
-    write_file,
-)
+from vllm_relay.system_kv.file import SystemKVError, SystemKVFile, write_file
+from vllm_relay.system_kv.manifest import Layer, Manifest, tensor_names
 
 # Odd sizes, and two layers of different shapes.
 LAYERS = (

@@ -26,14 +26,8 @@ from tests.unit.system_kv.files import (
     write_small,
 )
 from vllm_relay.system_kv import file as file_module
-from vllm_relay.system_kv.file import (
-    MANIFEST_KEY,
-    Layer,
-    SystemKVError,
-    SystemKVFile,
-    tensor_names,
-    write_file,
-)
+from vllm_relay.system_kv.file import MANIFEST_KEY, SystemKVError, SystemKVFile, write_file
+from vllm_relay.system_kv.manifest import Layer, tensor_names
 
 NAME = LAYERS[0].name
 

@@ -29,11 +29,7 @@ from tests.unit.system_kv.files import (
     time_limit,
     write_small,
 )
-from vllm_relay.system_kv.file import (
-    MANIFEST_KEY,
-    SystemKVError,
-    SystemKVFile,
-)
+from vllm_relay.system_kv.file import MANIFEST_KEY, SystemKVError, SystemKVFile
 
 ROOT = Path(__file__).parents[3]
 NAME = LAYERS[0].name
@@ -220,7 +216,21 @@ def test_what_is_no_known_format_is_refused(tmp_path: Path, written: Any) -> Non
             {"layers": [asdict(LAYERS[0]) | {"head_size": "5"}]},
             r"\.head_size must be a valid integer",
         ),
-        ({"dtype": None}, "dtype must be a valid string, got None"),
+        ({"dtype": None}, "dtype must be 'float32', .*, got None"),
+        ({"dtype": "float32"}, "tensor .*k has the dtype BF16"),
+        ({"dtype": "int64"}, "dtype must be 'float32', .*, got 'int64'"),
+        ({"token_ids": [1, 2, -3]}, r"token_ids\[2\] must be >= 0, got -3"),
+        ({"token_ids": [2**40] * 7}, r"token_ids\[0\] must be less than 2147483648"),
+        ({"name": ["acme"]}, r"name must be a valid string, got \['acme'\]"),
+        ({"name": "acme\nrelay: all is well"}, "name must match pattern"),
+        ({"name": "\x1b[2J"}, "name must match pattern"),
+        ({"name": "a" * 5000}, "name must have at most 4096 characters"),
+        ({"kind": "prompt"}, "kind must be 'system-prompt', 'text' or 'token-ids'"),
+        ({"created": "yesterday"}, "Invalid isoformat string: 'yesterday'"),
+        ({"created": "2026-01-31T12:00:00"}, "created has no time zone"),
+        ({"engine": {"vllm": "0.32\n"}}, "engine.vllm must match pattern"),
+        ({"layers": [asdict(LAYERS[0]) | {"k_scale": -1.0}]}, r"k_scale must be greater than 0"),
+        ({"layers": [asdict(LAYERS[0]) | {"k_scale": float("nan")}]}, "k_scale must be"),
         ({"engine": {"vllm": 1}}, r"engine\.vllm must be a valid string, got 1"),
         ({"checksums": []}, "checksums must be a valid"),
         ({"layers": []}, "does not name the tensors in the file"),

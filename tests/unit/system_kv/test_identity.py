@@ -13,8 +13,9 @@ import torch
 from tests.engine.engine import SMOLLM2
 from tests.unit.system_kv.files import small_manifest, write_small
 from vllm_relay.system_kv.digest import digest_chat_template
-from vllm_relay.system_kv.file import Identity, SystemKVError, SystemKVFile
+from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
 from vllm_relay.system_kv.identity import _rope, differences, identify, read_chat_template
+from vllm_relay.system_kv.manifest import Identity
 
 MANIFEST = small_manifest()
 

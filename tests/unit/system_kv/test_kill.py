@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 import torch
 from tests.unit.system_kv.files import small_manifest
-from vllm_relay.system_kv.file import Layer, write_file
+from vllm_relay.system_kv.file import write_file
+from vllm_relay.system_kv.manifest import Layer
 path = Path(sys.argv[1])
 scratch = path.parent / "scratch"
 scratch.mkdir(exist_ok=True)
