@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import threading
 import time
@@ -236,26 +237,35 @@ def _watched(scratch: Path, report: Callable[[str, int], None]) -> Iterator[torc
 def scratch_folder(where: Path) -> Iterator[Path]:
     """A folder for unfinished files, on the file system of the finished ones, mode 0700.
 
-    It is removed at the end; the next build removes what a killed one left.
+    It is removed at the end; the next build removes what a killed one left. ``where`` may be
+    anybody's, such as the system's temporary folder: what others put there is left alone.
     """
     where.mkdir(parents=True, exist_ok=True)
-    parent = os.open(where, os.O_RDONLY)
+    for old in where.glob(_SCRATCH + "*"):
+        with suppress(OSError):
+            _remove_left(old)
+    folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=where))
     try:
-        fcntl.flock(parent, fcntl.LOCK_EX)  # two builds do not remove each other's folder
-        for old in where.glob(_SCRATCH + "*"):
-            with suppress(OSError), (old / "lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its build is gone
-                shutil.rmtree(old, ignore_errors=True)
-        folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=where))
-        lock = (folder / "lock").open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    finally:
-        os.close(parent)
-    with lock:
-        try:
+        # Named when it is held: a build that finds it must not take it before.
+        with (folder / "unlocked").open("x") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            os.rename(folder / "unlocked", folder / "lock")
             yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove a scratch folder of ours whose build is gone. Raises OSError where it is not."""
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        return
+    lock = os.open(folder / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)
 
 
 def largest_difference(

@@ -112,8 +112,8 @@ class Writer:
             return "the model's weights were changed"
         try:
             self.write()
-        except (SystemKVError, OSError) as error:
-            return str(error)
+        except Exception as error:  # the engine goes on without them
+            return " ".join(str(error).split()) or type(error).__name__
         return None
 
 
