@@ -31,15 +31,18 @@ def first_line(*command: str) -> str:
     return done.stdout.strip().partition("\n")[0] if done.returncode == 0 else ""
 
 
-def revision() -> str:
+def revision(*paths: str) -> str:
     """Short git revision, with ``-dirty`` if tracked files other than `GENERATED` changed.
 
-    Copies without history give ``VLLM_RELAY_REVISION`` or "none".
+    With ``paths`` the last revision that changed one of them, dirty by these only. Copies without
+    history give ``VLLM_RELAY_REVISION`` or "none".
     """
     git = ("git", "-C", str(ROOT))
-    found = first_line(*git, "rev-parse", "--short", "HEAD")
+    found = first_line(*git, "log", "-1", "--format=%h", "--", *paths)
     exclude = [f":!{path}" for path in GENERATED]
-    changed = found and first_line(*git, "diff", "--name-only", "HEAD", "--", ".", *exclude)
+    changed = found and first_line(
+        *git, "diff", "--name-only", "HEAD", "--", *(paths or "."), *exclude
+    )
     return (found or os.environ.get("VLLM_RELAY_REVISION", "none")) + ("-dirty" if changed else "")
 
 

@@ -166,6 +166,11 @@ class WorkerExtension:
     def watched(self) -> dict[str, int]:
         return dict(_watched)
 
+    def packed_bytes(self) -> int:
+        """Bytes of the packed segments, all layers."""
+        layers = self.vllm_config.compilation_config.static_forward_context.values()
+        return sum(cache.nbytes for cache in {layer.impl.packed for layer in layers})
+
     def packed(self) -> dict[str, Any]:
         """Of each packed segment, in how many layers it is; and blocks that are pinned."""
         layers = self.vllm_config.compilation_config.static_forward_context.values()

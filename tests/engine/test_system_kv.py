@@ -275,7 +275,9 @@ def test_an_engine_that_does_not_start_is_explained_in_the_last_line(
         "build", "--model", broken, "--token-ids", source, "-o", tmp_path, *OPTIONS, status=1
     )
     last = text.splitlines()[-1]
-    assert last.startswith("vllm-relay: the engine failed: safetensors_rust.SafetensorError: ")
+    assert last.startswith(
+        "vllm-relay: the engine failed: safetensors._safetensors_rust.SafetensorError: "
+    )
 
 
 def test_beside_another_connector(model: Path, file: Path, tmp_path: Path) -> None:

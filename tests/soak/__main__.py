@@ -2,8 +2,9 @@
 
     python -m tests.soak [--part NAME] [--chunks FIRST:END]
 
-A chunk whose row is in ``benchmarks/results/soak/PART.csv`` for this revision is skipped, so a run
-that was ended goes on. The status is 1 if a chunk of this revision has failures.
+A chunk whose row is in ``benchmarks/results/soak/PART.csv`` for this revision, that of the package
+and of these tests, is skipped: a run that was ended goes on. The status is 1 if a chunk of this
+revision has failures.
 
 A part is a module of this package with ``CHUNKS`` and ``run_chunk(chunk)``, which returns columns
 of its own and ``failures``.
@@ -19,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.environment import RESULTS
-from benchmarks.harness.result_csv import Row, read, source
+from benchmarks.harness.result_csv import Row, read, revision, source
 
-PARTS = ("copies",)
+# What decides about the results.
+CODE = ("vllm_relay", "tests/soak", "tests/engine")
+PARTS = ("copies", "differential", "memory")
 
 
 def run_part(
@@ -66,7 +69,7 @@ def main() -> int:
     parser.add_argument("--part", choices=PARTS, help="all parts without it")
     parser.add_argument("--chunks", default=":", help="0:50 is the first fifty; default: all")
     args = parser.parse_args()
-    columns, failures = source(), 0  # the revision of the code that was loaded
+    columns, failures = source() | {"revision": revision(*CODE)}, 0  # of what was loaded
     for name in [args.part] if args.part else PARTS:
         part = importlib.import_module(f"tests.soak.{name}")
         path = RESULTS / "soak" / f"{name}.csv"

@@ -1,0 +1,58 @@
+"""A full KV cache and steps of 8,192 tokens: ``run_memory.py MODEL RESULT.json``, see `memory`."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from tests.soak.memory import COPY_GIB, SHARED, STEP_TOKENS
+
+
+def main(model: str, result: Path) -> None:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model,
+        attention_backend="relay",
+        additional_config={"relay": {"min_saved_tokens": 0, "max_copy_gib": COPY_GIB}},
+        worker_extension_cls="tests.engine.in_worker.WorkerExtension",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=8192,
+        max_num_seqs=128,
+        max_num_batched_tokens=STEP_TOKENS,
+        block_size=128,
+        seed=0,
+    )
+    rng = np.random.default_rng(0)
+
+    def tokens(count: int) -> list[int]:
+        return rng.integers(3, 2000, size=count).tolist()
+
+    def generate(prompts: list[list[int]], steps: int) -> None:
+        params = SamplingParams(max_tokens=steps, ignore_eos=True, temperature=0, detokenize=False)
+        llm.generate([{"prompt_token_ids": x} for x in prompts], params, use_tqdm=False)
+
+    llm.collective_rpc("watch_steps")
+    prefixes = [tokens(SHARED) for _ in range(6)]
+    generate(prefixes, 1)
+    for prefix in prefixes:  # steps of 32 x 256 tokens behind one prefix
+        generate([prefix + tokens(256) for _ in range(64)], 4)
+    # More than the KV cache holds, and decodes behind all prefixes at once: copies of each.
+    generate([tokens(7000) for _ in range(10)], 2)
+    generate([prefix + tokens(100) for prefix in prefixes for _ in range(16)], 24)
+    (seen,), (counters,) = llm.collective_rpc("seen_steps"), llm.collective_rpc("counters")
+    cache = llm.llm_engine.vllm_config.cache_config
+    found = {
+        "kv_bytes": cache.kv_cache_memory_bytes,
+        "rows_of_256_queries": seen["queries"].get(256, 0),
+        "steps_relayed": counters["steps_relayed"],
+        "fallbacks": counters["fallbacks"],
+        "packed_bytes": llm.collective_rpc("packed_bytes")[0],
+    }
+    result.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
