@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import torch
 from vllm import LLM, SamplingParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
@@ -43,6 +44,7 @@ class Engine:
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.llm = LLM(**spec["engine"], enforce_eager=True, disable_log_stats=True, seed=0)
+        torch.set_num_threads(1)  # on a busy machine several wait for one another
         self.schedules = spec["schedules"]
         core = self.llm.llm_engine.engine_core.engine_core
         context = core.vllm_config.compilation_config.static_forward_context

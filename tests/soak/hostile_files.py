@@ -4,6 +4,7 @@ import json
 import struct
 from contextlib import suppress
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -41,7 +42,11 @@ def make_case(folder: Path) -> Case:
     """Files opened, admitted, and written into a KV cache between guard pages."""
     mock.patch.object(file, "checksum", serial_checksum).start()
     layers = tuple(Layer(name, KV_HEADS, HEAD_SIZE) for name in NAMES)
-    base = small_manifest(layers=layers, token_ids=tuple(range(1, 2 * BLOCK + 7)))
+    base = small_manifest(
+        layers=layers,
+        token_ids=tuple(range(1, 2 * BLOCK + 7)),
+        engine={"vllm": version("vllm"), "device": "cpu"},
+    )
     path = folder / "base.relay"
     write(path, base, small_tensors(base))
     content = path.read_bytes()
