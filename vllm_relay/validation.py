@@ -12,13 +12,16 @@ from pydantic import Field, StrictFloat, StrictInt, StrictStr, TypeAdapter, Vali
 
 T = TypeVar("T")
 
-Count = Annotated[StrictInt, Field(ge=0)]
-Positive = Annotated[StrictInt, Field(ge=1)]
+_MOST = 2**63  # numbers that fit into arrays and floats
+Count = Annotated[StrictInt, Field(ge=0, lt=_MOST)]
+Positive = Annotated[StrictInt, Field(ge=1, lt=_MOST)]
 Amount = Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False)]
 Text = Annotated[StrictStr, Field(min_length=1)]
 # One line without control characters, as the log shows it.
 _CONTROL = r"\x00-\x1f\x7f\u0085\u2028\u2029"
 Line = Annotated[StrictStr, Field(max_length=4096, pattern=rf"^[^{_CONTROL}]*$")]
+# What one line of a log, or of a terminal, cannot show.
+_NOT_SHOWN = re.compile(f"[{_CONTROL}\ud800-\udfff]")
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
@@ -37,7 +40,7 @@ def checked(kind: type[T], given: Any, where: str) -> T:
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
     place = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in fault["loc"])
-    place = (where + place.removeprefix(".")).rstrip()
+    place = one_line(where + place.removeprefix(".")).rstrip()
     match fault["type"]:
         case "value_error":  # of a validator of ours, which names the place itself
             raise ValueError(str(fault["ctx"]["error"]))
@@ -51,6 +54,11 @@ def checked(kind: type[T], given: Any, where: str) -> T:
             raise ValueError(f"{place} is unknown{listed}")
     reason = re.sub(r"^\w+ should", "must", fault["msg"]).replace("greater than or equal to", ">=")
     raise ValueError(f"{place} {reason}, got {reprlib.repr(fault['input'])}")
+
+
+def one_line(text: str) -> str:
+    """The text with control characters and lone surrogates escaped."""
+    return _NOT_SHOWN.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def parse_json(content: bytes, where: str) -> Any:

@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import save_file
 
 from vllm_relay.system_kv.manifest import FORMAT, Manifest, tensor_names
-from vllm_relay.validation import checked
+from vllm_relay.validation import checked, one_line
 
 MANIFEST_KEY = "vllm_relay.system_kv"
 SEAL = "seal"
@@ -38,6 +38,9 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 
 class SystemKVError(ValueError):
     """A system-KV file that cannot be used; the message is one line with file and reason."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 def checksum(tensor: torch.Tensor) -> str:

@@ -111,12 +111,13 @@ class Writer:
 
     def rewrite(self) -> str | None:
         """Write again after a reset; returns None, or why the KV must not be used any more."""
-        self.forget()
-        if _fingerprint() != self._weights:
-            return "the model's weights were changed"
         try:
+            self.forget()
+            if _fingerprint() != self._weights:
+                return "the model's weights were changed"
             self.write()
         except Exception as error:  # the engine goes on without them
+            metrics.count_fallback("loading")
             return " ".join(str(error).split()) or type(error).__name__
         return None
 

@@ -1,12 +1,13 @@
 """A failure while system KVs are written again gives them up; the engine goes on."""
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from vllm_relay import compat
+from vllm_relay import compat, metrics
 from vllm_relay.system_kv import writer
 from vllm_relay.system_kv.writer import Writer
 
@@ -40,10 +41,17 @@ def test_one_changed_weight_is_seen(
         (OSError("gone"), "gone"),
     ],
 )
-def test_a_failure_is_a_reason(error: Exception, reason: str, monkeypatch: Any) -> None:
-    def write(self: Writer) -> None:
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Writer, "forget"), (writer, "_fingerprint"), (Writer, "write")]
+)
+def test_a_failure_is_a_reason_and_is_counted(
+    owner: Any, name: str, error: Exception, reason: str, monkeypatch: Any
+) -> None:
+    def fail(*args: Any) -> None:
         raise error
 
+    monkeypatch.setattr(metrics, "_fallbacks", Counter())
     monkeypatch.setattr(writer, "_fingerprint", lambda: None)
-    monkeypatch.setattr(Writer, "write", write)
+    monkeypatch.setattr(owner, name, fail)
     assert Writer(None, [], [], 16, []).rewrite() == reason
+    assert metrics.counters()["fallbacks_loading"] == 1
