@@ -12,6 +12,7 @@ from rich.table import Table
 
 from vllm_relay.cli.console import PLAIN, JsonFlag, err, one_line_errors, out, progress
 from vllm_relay.cli.engine import ESCAPE, read_engine_args
+from vllm_relay.lifetime import ended_in_order
 from vllm_relay.validation import Count, checked, parse_json
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def build(
     be repeated; all prompts share one start of the engine.
     """
     sources = [*(system_prompt or ()), *(text or ()), *(token_ids or ())]
-    with one_line_errors():
+    with one_line_errors(), ended_in_order():
         if not sources:
             raise ValueError("nothing to build: give --system-prompt, --text or --token-ids")
         paths = _outputs(output, sources)
@@ -202,7 +203,7 @@ def verify(
     marks = ("-", ESCAPE)
     count = next((i for i, x in enumerate(arguments) if x.startswith(marks)), len(arguments))
     files, options = [Path(x) for x in arguments[:count]], arguments[count:]
-    with one_line_errors():
+    with one_line_errors(), ended_in_order():
         if not files:
             raise ValueError("name the files before vLLM's options")
         if recompute and model is None:
