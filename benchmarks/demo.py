@@ -30,9 +30,10 @@ from benchmarks.harness.environment import MODEL_NAME, RESULTS, ROOT, model_path
 from benchmarks.harness.result_csv import source, write_csv
 from benchmarks.harness.terminal import step
 from benchmarks.report.demo_tables import Run, csv_rows, show_agreement, show_answers, show_numbers
+from vllm_relay.lifetime import ended_in_order
 from vllm_relay.serving.commands import bench_serve, build_system_kv
 from vllm_relay.serving.comparison import relay_counters
-from vllm_relay.serving.processes import ended_in_order, serving
+from vllm_relay.serving.processes import serving
 
 # `vllm bench serve` says nothing new about the third server: it may take this many seconds there.
 BENCH_LIMIT = 60.0

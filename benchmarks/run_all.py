@@ -18,7 +18,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness.environment import ROOT
-from vllm_relay.serving.processes import ended_in_order
+from vllm_relay.lifetime import ended_in_order
 
 
 @dataclass(frozen=True)

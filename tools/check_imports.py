@@ -19,7 +19,7 @@ from pathlib import Path
 PACKAGE = "vllm_relay"
 # Lowest first; "" is the package's own __init__.
 LAYERS = (
-    ("config", "validation", "patching", "plan", "ops", "sharing"),
+    ("config", "lifetime", "validation", "patching", "plan", "ops", "sharing"),
     ("metrics",),
     ("compat",),
     ("backend", "system_kv", "explain", "serving", "calibration"),

@@ -20,9 +20,11 @@ def register_name() -> None:
     """Register the name ``relay`` before any config object is made.
 
     vLLM calls the entry point ``vllm.platform_plugins`` while it is imported. None means that this
-    is no platform; a failure is left for `register` to report.
+    is no platform; a failure is left for `register` to report. A process of one of our commands
+    ends with the command from here on.
     """
-    from vllm_relay import compat
+    from vllm_relay import compat, lifetime
 
+    lifetime.follow()
     if compat.unsupported() is None:
         compat.backend_member()

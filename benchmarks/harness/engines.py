@@ -12,9 +12,9 @@ from typing import Any
 
 from benchmarks.harness.environment import engine_environment
 from vllm_relay import metrics
+from vllm_relay.lifetime import ended_in_order
 from vllm_relay.serving.agreement import Answer
 from vllm_relay.serving.commands import build_system_kv
-from vllm_relay.serving.processes import ended_in_order
 from vllm_relay.serving.systems import SYSTEMS, System, memory_share
 
 # Tokens of a KV block of the CPU engine.

@@ -33,7 +33,7 @@ from benchmarks.harness.latin_square import save_engines
 from benchmarks.harness.random_model import write_random_model
 from benchmarks.harness.roofline import theoretical_speed_up
 from benchmarks.harness.terminal import add_save, make_console
-from vllm_relay.serving.processes import ended_in_order
+from vllm_relay.lifetime import ended_in_order
 
 HEADS = [(16, 16, 128), (32, 8, 128), (9, 3, 64)]
 PREFIX = 8192

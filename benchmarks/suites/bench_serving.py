@@ -26,9 +26,10 @@ from benchmarks.harness.chat import licence_prompt, questions
 from benchmarks.harness.environment import HUGE_PAGES, kv_gib, model_path
 from benchmarks.harness.latin_square import save_engines
 from benchmarks.harness.terminal import add_save, at_least, make_console, step
+from vllm_relay.lifetime import ended_in_order
 from vllm_relay.serving import comparison, gains
 from vllm_relay.serving.commands import build_system_kv
-from vllm_relay.serving.processes import ended_in_order, kept_logs
+from vllm_relay.serving.processes import kept_logs
 from vllm_relay.serving.systems import FOUR, REFERENCE, SYSTEMS
 
 ENV = {"VLLM_CPU_KVCACHE_SPACE": str(kv_gib()), **HUGE_PAGES}

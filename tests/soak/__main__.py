@@ -24,7 +24,7 @@ from benchmarks.harness.result_csv import Row, read, revision, source
 
 # What decides about the results.
 CODE = ("vllm_relay", "tests/soak", "tests/engine")
-PARTS = ("copies", "differential", "memory", "failures", "hostile")
+PARTS = ("copies", "differential", "memory", "failures", "hostile", "kills", "uptime")
 
 
 def run_part(

@@ -1,4 +1,4 @@
-"""Makes ``docs/reliability.md`` from the parts' docstrings and CSVs: ``python -m tests.soak.report``.
+"""``python -m tests.soak.report``: docs/reliability.md from the parts' docstrings and CSVs.
 
 A part is shown by the rows of the revision that its CSV's last row has.
 """
@@ -14,9 +14,9 @@ from tests.soak.__main__ import PARTS
 PAGE = ROOT / "docs" / "reliability.md"
 HEAD = """# Reliability
 
-What relay is put through, and what came of it. `make soak` runs the parts below, for hours; each chunk adds a row to a CSV in
-`benchmarks/results/soak`, and `python -m tests.soak.report` makes this page from them. `make test` runs a sample of every part, and
-plants faults which that part has to find.
+What relay is put through, and what came of it. `make soak` runs the parts below, for hours; each
+chunk adds a row to a CSV in `benchmarks/results/soak`, of which `python -m tests.soak.report` makes
+this page. `make test` runs a sample of every part, and plants faults which that part has to find.
 """
 # Columns of options; and those that are not added up.
 _NOT_SHOWN = ("block_size", "workers")
@@ -40,9 +40,11 @@ def _section(part: str) -> str:
     rows = [row for row in rows if row["revision"] == rows[-1]["revision"]]
     last = rows[-1]
     minutes = sum(row["seconds"] for row in rows) / 60
+    where = f"{last['device']}, {last['cores']} cores, vLLM {last['vllm']}"
+    csv = f"[CSV](../benchmarks/results/soak/{part}.csv)"
     lines += [
-        f"{len(rows)} of {module.CHUNKS} chunks, {minutes:.0f} minutes, {last['device']}, {last['cores']} cores, vLLM {last['vllm']}, revision {last['revision']}, "
-        f"{last['date'][:10]} ([CSV](../benchmarks/results/soak/{part}.csv)):",
+        f"{len(rows)} of {module.CHUNKS} chunks, {minutes:.0f} minutes, {where},",
+        f"revision {last['revision']}, {last['date'][:10]} ({csv}):",
         "",
         "| | |",
         "|---|---:|",

@@ -18,13 +18,13 @@ from rich.console import Console
 from tests.engine.engine import SMOLLM2, environment
 from vllm_relay.cli.bench import HINTS
 from vllm_relay.cli.engine import build_options
+from vllm_relay.lifetime import ended_in_order
 from vllm_relay.serving import agreement, comparison
 from vllm_relay.serving.agreement import Distance, WrongAnswers, distance
 from vllm_relay.serving.comparison import Load, interleaved, render
 from vllm_relay.serving.gains import show, summary, sustained
 from vllm_relay.serving.processes import (
     ProcessDied,
-    ended_in_order,
     flag_value,
     free_port,
     kept_logs,

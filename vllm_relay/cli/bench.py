@@ -14,7 +14,8 @@ from rich.console import Console
 
 from vllm_relay.cli.console import PLAIN, JsonFlag, err, one_line_errors, out
 from vllm_relay.cli.engine import ESCAPE, build_options
-from vllm_relay.serving.processes import ended_in_order, flag_name, flag_value, kept_logs
+from vllm_relay.lifetime import ended_in_order
+from vllm_relay.serving.processes import flag_name, flag_value, kept_logs
 
 if TYPE_CHECKING:
     from vllm_relay.serving.comparison import Load

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from vllm_relay.cli.console import PLAIN, JsonFlag, err, one_line_errors, out
 from vllm_relay.cli.engine import errors_of_the_engine, read_engine_args
+from vllm_relay.lifetime import ended_in_order
 
 if TYPE_CHECKING:
     from vllm_relay.sharing.cost_store import Constants
@@ -43,18 +44,21 @@ def calibrate(
     kernels for half a minute, and keeps the constants per device, threads and head shape. Any
     other option is vLLM's: give those that you serve with. CPU engines only.
     """
-    from vllm_relay.sharing.cost_store import Constants, save, user_file
+    from vllm_relay.sharing.cost_store import Constants, check_writable, save, user_file
     from vllm_relay.validation import checked
 
-    with one_line_errors(), errors_of_the_engine(), ExitStack() as stack:
+    with one_line_errors(), ended_in_order(), ExitStack() as stack:
         if (model is None) == (shape is None):
             raise ValueError("give --model or --shape")
         path = user_file() if output is None else output
+        check_writable(path)
         if shape is not None:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-relay-"))
             model = _write_config(Path(folder), shape)
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", KV_SPACE)
-        measured = _measure(read_engine_args("calibrate", str(model), context.args))
+        arguments = read_engine_args("calibrate", str(model), context.args)
+        with errors_of_the_engine(arguments):
+            measured = _measure(arguments)
         found = checked(Constants, measured["constants"], "measured ")
         save([found], path)
     if as_json:

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,31 +16,31 @@ _ERROR = re.compile(r"^[\w.]*(?:Error|Exception)\b.*$", re.MULTILINE)
 
 
 @contextmanager
-def errors_of_the_engine() -> Iterator[None]:
+def errors_of_the_engine(engine_args: Any) -> Iterator[None]:
     """Raises what vLLM's processes logged as the cause of a failed start, not "see above"."""
-    if "VLLM_LOGGING_CONFIG_PATH" in os.environ:  # the log is the caller's
-        yield
+    given = "VLLM_LOGGING_CONFIG_PATH" in os.environ  # the log is the caller's
+    if given or engine_args.distributed_executor_backend not in (None, "mp", "uni"):
+        yield  # processes of other machines do not see the files
         return
-    with tempfile.TemporaryDirectory() as folder:
-        config, log = Path(folder, "logging.json"), Path(folder, "errors.log")
-        stderr = {"class": "logging.StreamHandler", "level": "ERROR"}
-        kept = {"class": "logging.FileHandler", "filename": str(log), "level": "ERROR"}
-        logger = {"handlers": ["stderr", "kept"], "level": "ERROR", "propagate": False}
-        handlers = {"stderr": stderr, "kept": kept}
-        content = {"version": 1, "disable_existing_loggers": False}
-        config.write_text(
-            json.dumps({**content, "handlers": handlers, "loggers": {"vllm": logger}})
-        )
-        os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(config)
-        try:
-            yield
-        except RuntimeError as error:
-            causes = _ERROR.findall(log.read_text()) if log.exists() else []
-            if not causes:
-                raise
-            raise RuntimeError(f"the engine failed: {causes[0]}") from error
-        finally:
-            del os.environ["VLLM_LOGGING_CONFIG_PATH"]
+    # In memory: they go with this process, however it ends.
+    config, log = (Path(f"/proc/{os.getpid()}/fd/{os.memfd_create('log')}") for _ in range(2))
+    stderr = {"class": "logging.StreamHandler", "level": "ERROR"}
+    kept = {"class": "logging.FileHandler", "filename": str(log), "level": "ERROR"}
+    logger = {"handlers": ["stderr", "kept"], "level": "ERROR", "propagate": False}
+    content = {"handlers": {"stderr": stderr, "kept": kept}, "loggers": {"vllm": logger}}
+    config.write_text(json.dumps({"version": 1, "disable_existing_loggers": False, **content}))
+    os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(config)
+    try:
+        yield
+    except RuntimeError as error:
+        causes = _ERROR.findall(log.read_text())
+        if not causes:
+            raise
+        raise RuntimeError(f"the engine failed: {causes[0]}") from error
+    finally:
+        del os.environ["VLLM_LOGGING_CONFIG_PATH"]
+        for file in (config, log):
+            os.close(int(file.name))
 
 
 def _parser(command: str) -> Any:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from vllm_relay.cli.console import PLAIN, JsonFlag, err, one_line_errors, out, progress
 from vllm_relay.cli.engine import ESCAPE, errors_of_the_engine, read_engine_args
+from vllm_relay.lifetime import ended_in_order
 from vllm_relay.validation import Count, checked, parse_json
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def build(
     be repeated; all prompts share one start of the engine.
     """
     sources = [*(system_prompt or ()), *(text or ()), *(token_ids or ())]
-    with one_line_errors(), errors_of_the_engine():
+    with one_line_errors(), ended_in_order():
         if not sources:
             raise ValueError("nothing to build: give --system-prompt, --text or --token-ids")
         paths = _outputs(output, sources)
@@ -97,7 +98,9 @@ def build(
         from vllm_relay.system_kv.identity import read_chat_template
         from vllm_relay.system_kv.prompts import Prompt, from_system_message, from_text
 
-        with scratch_folder(paths[0].absolute().parent) as scratch, progress() as report:
+        folder = paths[0].absolute().parent
+        started = errors_of_the_engine(engine_args)
+        with started, scratch_folder(folder) as scratch, progress() as report:
             report("reading the model", 0, 1)
             builder = Builder(engine_args, scratch, chat_template)
             if builder.tokenizer is None and (messages or texts):
@@ -202,7 +205,7 @@ def verify(
     marks = ("-", ESCAPE)
     count = next((i for i, x in enumerate(arguments) if x.startswith(marks)), len(arguments))
     files, options = [Path(x) for x in arguments[:count]], arguments[count:]
-    with one_line_errors(), errors_of_the_engine():
+    with one_line_errors(), ended_in_order():
         if not files:
             raise ValueError("name the files before vLLM's options")
         if recompute and model is None:
@@ -257,7 +260,8 @@ def _verify_model(
     if not good:
         return
     # Not beside the files: their folder may be read-only.
-    with scratch_folder(Path(tempfile.gettempdir())) as scratch, progress() as report:
+    started, folder = errors_of_the_engine(engine_args), Path(tempfile.gettempdir())
+    with started, scratch_folder(folder) as scratch, progress() as report:
         report("reading the model", 0, 1)
         builder = Builder(engine_args, scratch, chat_template)
         for file, result in good:

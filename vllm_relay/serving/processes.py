@@ -41,16 +41,6 @@ def beside_python(program: str, *arguments: str) -> list[str]:
     return [str(Path(sys.executable).parent / program), *arguments]
 
 
-@contextmanager
-def ended_in_order() -> Iterator[None]:
-    """Turns SIGTERM into SystemExit (143), so that the body's children are stopped."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 class ProcessDied(RuntimeError):
     """A child process ended on its own; the message holds the end of its log."""
 

@@ -5,10 +5,12 @@ file; a file of measured devices is part of the package. Constants are bandwidth
 they hold for other head shapes, too.
 """
 
+import fcntl
 import json
 import os
 import platform
 import re
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -27,6 +29,8 @@ SHIPPED = Path(__file__).with_name("devices.json")
 # the second is a guess.
 MARGIN, MARGIN_OF_A_GUESS = 0.15, 0.3
 
+# Seconds to wait for another process that writes.
+_LOCK_SECONDS = 10.0
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -199,11 +203,39 @@ def load(path: Path) -> list[Constants]:
 
 def save(new: Iterable[Constants], path: Path) -> None:
     """Add measurements to a file, in place of those of the same device and shape. Whole or not."""
-    entries = {entry.shape(): entry for entry in [*load(path), *new]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps([asdict(entry) for entry in entries.values()], indent=1)
-    with replacing(path) as draft:
-        draft.write_text(text + "\n", encoding="utf-8")
+    with _locked(path.parent):
+        entries = {entry.shape(): entry for entry in [*load(path), *new]}
+        text = json.dumps([asdict(entry) for entry in entries.values()], indent=1)
+        with replacing(path) as draft:
+            draft.write_text(text + "\n", encoding="utf-8")
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError or ValueError, as `save` would; changes no file."""
+    load(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path):
+        pass  # a draft without content takes no place
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keeps other processes from `save` in this folder: none is lost if two come at once.
+
+    Anybody who reads the folder can hold its lock: after `_LOCK_SECONDS` the body runs without it.
+    """
+    lock, deadline = os.open(folder, os.O_RDONLY), time.monotonic() + _LOCK_SECONDS
+    try:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.05)
+        yield
+    finally:
+        os.close(lock)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ Tensors are cut to this worker's KV heads and given to the engine's ``do_kv_cach
 tokens of a layer in one call; so nothing here knows the block layout.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -64,7 +65,8 @@ class Writer:
                 if keep := getattr(layer.impl, "keep", None):
                     keep(layer, layer.kv_cache, placement.block_ids)
         if self._files and self._vllm_config.parallel_config.rank == 0:
-            metrics.logger.info(
+            metrics.logger.log(
+                logging.INFO if self._weights is None else logging.DEBUG,  # resets can be many
                 "relay: wrote %d system KV%s into the KV cache: %.1f MB in %.3f s, %.2f GB/s, "
                 "checksums included",
                 len(self._files),

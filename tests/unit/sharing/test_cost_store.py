@@ -1,9 +1,11 @@
 """Measured constants: which are taken, for which shape, and what a file may hold."""
 
+import fcntl
 import json
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -156,6 +158,32 @@ def test_a_write_that_fails_leaves_the_old_file(own_file: Path, monkeypatch) -> 
         save([replace(HERE, threads=4)], own_file)
     assert own_file.read_text() == before
     assert os.listdir(own_file.parent) == [own_file.name]
+
+
+def test_none_of_two_results_at_once_is_lost(own_file: Path, monkeypatch) -> None:
+    other = Thread(target=save, args=([replace(HERE, threads=2)], own_file))
+
+    def load_and_wait(path: Path) -> list[Constants]:
+        monkeypatch.setattr(cost_store, "load", load)
+        entries = load(path)
+        other.start()
+        other.join(1)  # it writes now, unless it waits for this one
+        return entries
+
+    monkeypatch.setattr(cost_store, "load", load_and_wait)
+    save([HERE], own_file)
+    other.join()
+    assert {entry.threads for entry in load(own_file)} == {1, 2}
+
+
+def test_a_lock_that_others_hold_loses_no_result(own_file: Path, monkeypatch) -> None:
+    monkeypatch.setattr(cost_store, "_LOCK_SECONDS", 0.1)
+    own_file.parent.mkdir()
+    lock = os.open(own_file.parent, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    save([HERE], own_file)
+    os.close(lock)
+    assert load(own_file) == [HERE]
 
 
 def test_where_the_users_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,90 @@
+"""Commands that are ended or killed leave no process and no KV."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engine.engine import environment
+from tests.unit.system_kv.files import time_limit
+from vllm_relay import lifetime
+
+# A command and, in the way of vLLM's engine, a process of a process of it.
+COMMAND = """
+import os, subprocess, sys, time
+from vllm_relay.lifetime import ended_in_order
+with ended_in_order():
+    subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]], start_new_session=True)
+    time.sleep(600)
+"""
+CHILD = """
+import subprocess, sys, time
+import vllm_relay
+vllm_relay.register_name()
+if sys.argv[1]:
+    subprocess.Popen([sys.executable, "-c", sys.argv[1], ""], start_new_session=True)
+else:
+    print("ready", flush=True)
+time.sleep(600)
+"""
+# `vllm-relay build` whose engine computes for ever.
+BUILD = """
+import sys, time
+import vllm_relay.cli.system_kv as command
+from vllm_relay.system_kv import build
+
+class Builder:
+    tokenizer = None
+
+    def __init__(self, engine_args, scratch, chat_template):
+        (scratch / "prompt-0").write_text("KV")
+        print("ready", flush=True)
+        time.sleep(600)
+
+command.read_engine_args, build.Builder = lambda *_: None, Builder
+from vllm_relay.cli import main
+main()
+"""
+
+
+def start(code: str, *arguments: str) -> subprocess.Popen[str]:
+    env = environment()
+    env.pop(lifetime.COMMAND, None)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], env=env, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    return child
+
+
+def test_processes_of_a_killed_command_end() -> None:
+    command = start(COMMAND, CHILD, CHILD)
+    command.kill()
+    command.wait()
+    assert command.stdout is not None
+    with time_limit(60):  # until the last process that has the pipe has ended
+        assert command.stdout.read() == ""
+
+
+def test_a_build_that_is_told_to_end_leaves_no_kv(tmp_path: Path) -> None:
+    (tmp_path / "ids.json").write_text("[1, 2, 3]")
+    given = ("--token-ids", str(tmp_path / "ids.json"), "-o", str(tmp_path / "out" / "a.relay"))
+    build = start(BUILD, "build", "--model", "m", *given)
+    assert list((tmp_path / "out").iterdir())
+    build.send_signal(signal.SIGTERM)
+    assert build.wait(60) == 143
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_command_of_a_command_ends_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(lifetime.COMMAND, raising=False)
+    with lifetime.ended_in_order():
+        assert os.environ[lifetime.COMMAND] == str(os.getpid())
+    assert lifetime.COMMAND not in os.environ
+    monkeypatch.setenv(lifetime.COMMAND, "1")
+    with lifetime.ended_in_order():
+        assert os.environ[lifetime.COMMAND] == "1"
+    assert os.environ[lifetime.COMMAND] == "1"
