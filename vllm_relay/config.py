@@ -31,11 +31,18 @@ class SystemKVConfig:
         files: paths of files that ``vllm-relay build`` has written.
         budget: the share of the KV cache, from 0 to 1, that may be pinned.
         errors: for a file that does not fit, "stop" the start, or "skip" the file and log it.
+        salts: path of a JSON file, path of a system-KV file -> ``cache_salt``. Only requests with
+            this salt find it; a file without one is found by all requests without a salt.
+        other_engines: load files that another minor version of vLLM has built.
+        metric_names: label the metrics with the prompts' names, not with digests.
     """
 
     files: Annotated[tuple[Text, ...], BeforeValidator(_paths)] = ()
     budget: Annotated[Amount, Field(le=1)] = 0.5
     errors: Literal["stop", "skip"] = "stop"
+    salts: Text | None = None
+    other_engines: StrictBool = False
+    metric_names: StrictBool = False
 
     @classmethod
     def from_mapping(cls, given: Any) -> "SystemKVConfig":

@@ -1,6 +1,8 @@
 """Offline system KVs on the real engine: found, pinned, right, whatever loads them."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +97,7 @@ def test_loaded_before_the_first_request_found_by_all_and_relayed(
     assert counters["steps_relayed"] >= STEPS - 4
     assert wrong == [0]
     assert salted["cached"] == [0]
-    assert log.count("relay: system KV acme: 640 of 700 tokens pinned in 5 blocks") == 1
+    assert log.count(" in metrics): 640 of 700 tokens pinned in 5 blocks") == 1
     assert "GB/s, checksums included" in log
 
 
@@ -227,17 +229,53 @@ def test_reset_sleep_and_wake_keep_them_and_new_weights_do_not(
     assert log.count("relay: system KVs are not used any more: the model's weights were ch") == 1
 
 
-def test_prompts_that_begin_alike_share_blocks(model: Path, file: Path, tmp_path: Path) -> None:
+def test_prompts_that_begin_alike_share_blocks_unless_one_has_a_salt(
+    model: Path, file: Path, stock: dict[str, Any], tmp_path: Path
+) -> None:
     rng = np.random.default_rng(8)
     longer = TOKENS[: 3 * BLOCK] + rng.integers(3, VOCABULARY, size=300).tolist()
     branch = build(tmp_path / "acme.relay", model, longer, *OPTIONS)
     prompts = [*_prompts(2), *_prompts(2, longer)]
-    program = [["generate", {"prompts": prompts, "steps": 2}], ["status", None]]
-    (answers, status), _ = run_program(tmp_path, _engine(model, file, branch), program)
+    salted = Path(shutil.copy(file, tmp_path / "salted.relay"))
+    salts = tmp_path / "salts.json"
+    salts.write_text(json.dumps({str(salted): "tenant-7"}))
+    engine = _engine(model, file, branch, salted)
+    files = engine["additional_config"]["relay"].pop("system_kv")
+    engine["additional_config"]["relay"]["system_kv"] = {"files": files, "salts": str(salts)}
+    program = [
+        ["generate", {"prompts": prompts, "steps": 2}],
+        ["status", None],
+        _generate(force=stock["tokens"], salt="tenant-7"),
+        ["status", None],
+        _generate(count=1, salt="tenant-8"),
+    ]
+    (answers, before, found, after, not_found), log = run_program(tmp_path, engine, program)
     assert answers["cached"] == [640, 640, 640, 640]
-    assert [entry["name"] for entry in status] == ["acme", "acme-2"]
-    assert [entry["block_ids"] for entry in status] == [[1, 2, 3, 4, 5], [1, 2, 3, 6, 7]]
-    assert [entry["requests_hit"] for entry in status] == [2, 2]
+    assert [entry["name"] for entry in before] == ["acme", "acme-2", "acme-3"]
+    ids = [entry["block_ids"] for entry in before]
+    assert ids == [[1, 2, 3, 4, 5], [1, 2, 3, 6, 7], [8, 9, 10, 11, 12]]
+    assert [entry["requests_hit"] for entry in before] == [2, 2, 0]
+    assert found["cached"] == [640] * 6 and _distance(found, stock) < COARSE
+    assert [entry["requests_hit"] for entry in after] == [2, 2, 6]
+    assert not_found["cached"] == [0]
+    assert "tenant-7" not in log
+    # The same content, so the same seal: labels of metrics tell them apart, and nothing else.
+    seal = SystemKVFile(file).seal[:8]
+    assert [before[0]["label"], before[2]["label"]] == [seal, f"{seal}-2"]
+
+
+def test_an_engine_that_does_not_start_is_explained_in_the_last_line(
+    model: Path, tmp_path: Path
+) -> None:
+    broken = Path(shutil.copytree(model, tmp_path / "model"))
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    source = tmp_path / "prompt.json"
+    source.write_text(str(TOKENS))
+    text = run_relay(
+        "build", "--model", broken, "--token-ids", source, "-o", tmp_path, *OPTIONS, status=1
+    )
+    last = text.splitlines()[-1]
+    assert last.startswith("vllm-relay: the engine failed: safetensors_rust.SafetensorError: ")
 
 
 def test_beside_another_connector(model: Path, file: Path, tmp_path: Path) -> None:

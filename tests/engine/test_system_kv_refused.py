@@ -24,6 +24,7 @@ from tests.engine.engine import SMOLLM2, environment
 from tests.engine.system_kv import relay_command, run_relay
 from vllm_relay import register
 from vllm_relay.serving.processes import beside_python, serving
+from vllm_relay.system_kv import identity
 from vllm_relay.system_kv.admission import ADMITTED
 from vllm_relay.system_kv.file import MANIFEST_KEY, SystemKVError, SystemKVFile
 
@@ -76,7 +77,45 @@ def _refusal(*files: Path, **more: Any) -> str:
 
 
 def test_a_file_that_fits_is_admitted(good: Path) -> None:
-    assert _start(good) == [[str(good), SystemKVFile(good).seal]]
+    assert _start(good) == [[str(good), SystemKVFile(good).seal, None]]
+
+
+def test_a_salt_reaches_the_engine_and_a_bad_file_of_salts_stops_the_start(
+    good: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "salts.json"
+    settings = {"system_kv": {"salts": str(path)}}
+    for content, said in (
+        (None, f"system_kv.salts {path}: No such file or directory"),
+        ("{", f"system_kv.salts {path}: is not JSON: "),
+        ("[]", f"system_kv.salts {path}: must be a valid dictionary"),
+        (json.dumps({str(good): ""}), f"system_kv.salts {path}: {good} must have at least 1"),
+        (
+            '{"a.relay": "a"}',
+            f"system_kv.salts {path}: a.relay is not one of system_kv.files",
+        ),
+    ):
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(SystemKVError) as caught:
+            _start(good, **settings)
+        assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
+    path.write_text(json.dumps({str(good): "tenant-7"}))
+    assert _start(good, **settings) == [[str(good), SystemKVFile(good).seal, "tenant-7"]]
+
+
+def test_another_version_of_the_engine(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = SystemKVFile(good).manifest.engine["vllm"]
+    ours = {"vllm": "0.99.1"}
+    version = identity.version
+    monkeypatch.setattr(identity, "version", lambda name: ours.get(name) or version(name))
+    assert _refusal(good).endswith(
+        f"differs from this engine in vLLM's version (file {theirs}, engine 0.99.1; "
+        "allowed by system_kv.other_engines)"
+    )
+    assert len(_start(good, system_kv={"other_engines": True})) == 1
+    ours["vllm"] = ".".join([*theirs.split(".")[:2], "99"])
+    assert len(_start(good)) == 1
 
 
 def _copy_of_model(folder: Path, name: str) -> Path:
@@ -352,12 +391,12 @@ def test_a_server_told_to_skip_starts_without_the_bad_file_and_with_the_good_one
             metrics = reply.read().decode()
     text = log.read_text()
     assert f"relay: system KV not loaded: {bad}: the manifest is not the one" in text
-    assert "relay: system KV bakery: " in text
-    hits = re.findall(
-        r'vllm:relay_system_kv_requests_total{[^}]*prompt="bakery"} ([\d.]+)', metrics
-    )
+    assert f"relay: system KV bakery ({SystemKVFile(good).seal[:8]} in metrics): " in text
+    label = f'prompt="{SystemKVFile(good).seal[:8]}"'  # no prompt's name, unless asked for
+    hits = re.findall(rf"vllm:relay_system_kv_requests_total{{[^}}]*{label}}} ([\d.]+)", metrics)
     assert hits == ["2.0"]
-    assert re.search(r'vllm:relay_system_kv_blocks{[^}]*prompt="bakery"} [\d.]+', metrics)
+    assert re.search(rf"vllm:relay_system_kv_blocks{{[^}}]*{label}}} [\d.]+", metrics)
+    assert "bakery" not in metrics
 
 
 def test_a_build_killed_at_any_moment_leaves_the_old_file_or_none(tmp_path: Path) -> None:

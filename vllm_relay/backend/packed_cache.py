@@ -2,8 +2,9 @@
 
 **When.** The CPU kernels read KV blocks in place, and packed segments faster. The number of steps
 to come is unknown. So a segment is packed once the regret, what steps would have gained from it,
-has reached the time of packing: waiting and packing then cost at most twice the best. System KVs
-are packed when they are loaded and stay while they are pinned.
+has reached the time of packing: waiting and packing then cost at most twice the best. A step packs
+one segment, so that none waits for the packing of several. System KVs are packed when they are
+loaded and stay while they are pinned.
 
 **Never stale** (contract 2). A block's contents change when a forward pass writes a slot of it, and
 each pass is announced to the metadata builder of its KV cache group with the slots that it will
@@ -128,7 +129,7 @@ class PackedCache:
         self._pinned.clear()
 
     def of_step(self, choice: Choice, block_table: Int32Array, costs: Costs) -> list[Found | None]:
-        """The packed segment of each group, level by level; new ones where they are due.
+        """The packed segment of each group, level by level; a new one where it is due.
 
         Args:
             choice: the step's groups. block_table: int32 ``[R, M]`` of its requests.
@@ -139,15 +140,20 @@ class PackedCache:
         missing = [index for index, held in enumerate(found) if held is None]
         size = choice.forest.block_size
         loose = [i for i in missing if not self._pinned.issuperset(blocks[i].tolist())]
-        price = costs.copy * size * sum(len(blocks[i]) for i in loose)
+        prices = {i: costs.copy * size * len(blocks[i]) for i in loose}
+        price = sum(prices.values())
         gain = sum(_gain(groups[index], choice, costs) for index in missing)
         self._regret = min(self._regret + gain, price)
         if missing and self._regret >= price:
-            self._regret = 0.0
             in_use = [held[0] for held in found if held is not None]
             for index in missing:
                 found[index] = new = self._add(blocks[index], groups[index].segment.start, in_use)
                 in_use += [new[0]] if new else []
+                if new and prices.get(index):
+                    self._regret -= prices[index]  # the others are due in the next step
+                    break
+            else:
+                self._regret = 0.0
         return found
 
     def find(self, block_ids: Int32Array, start: int) -> Found | None:

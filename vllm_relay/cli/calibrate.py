@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_relay.cli.console import PLAIN, JsonFlag, err, one_line_errors, out
-from vllm_relay.cli.engine import read_engine_args
+from vllm_relay.cli.engine import errors_of_the_engine, read_engine_args
 
 if TYPE_CHECKING:
     from vllm_relay.sharing.cost_store import Constants
@@ -46,7 +46,7 @@ def calibrate(
     from vllm_relay.sharing.cost_store import Constants, save, user_file
     from vllm_relay.validation import checked
 
-    with one_line_errors(), ExitStack() as stack:
+    with one_line_errors(), errors_of_the_engine(), ExitStack() as stack:
         if (model is None) == (shape is None):
             raise ValueError("give --model or --shape")
         path = user_file() if output is None else output

@@ -1,12 +1,47 @@
 """vLLM's own options, for the commands that start an engine."""
 
+import json
 import os
 import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 ENGINE_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}
 # Prefix of vLLM's options with one dash (-cc.mode=3, -tp), which the parser would read as -o.
 ESCAPE = "\0"
+# The last line of a traceback.
+_ERROR = re.compile(r"^[\w.]*(?:Error|Exception)\b.*$", re.MULTILINE)
+
+
+@contextmanager
+def errors_of_the_engine() -> Iterator[None]:
+    """Raises what vLLM's processes logged as the cause of a failed start, not "see above"."""
+    if "VLLM_LOGGING_CONFIG_PATH" in os.environ:  # the log is the caller's
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        config, log = Path(folder, "logging.json"), Path(folder, "errors.log")
+        stderr = {"class": "logging.StreamHandler", "level": "ERROR"}
+        kept = {"class": "logging.FileHandler", "filename": str(log), "level": "ERROR"}
+        logger = {"handlers": ["stderr", "kept"], "level": "ERROR", "propagate": False}
+        handlers = {"stderr": stderr, "kept": kept}
+        content = {"version": 1, "disable_existing_loggers": False}
+        config.write_text(
+            json.dumps({**content, "handlers": handlers, "loggers": {"vllm": logger}})
+        )
+        os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(config)
+        try:
+            yield
+        except RuntimeError as error:
+            causes = _ERROR.findall(log.read_text()) if log.exists() else []
+            if not causes:
+                raise
+            raise RuntimeError(f"the engine failed: {causes[0]}") from error
+        finally:
+            del os.environ["VLLM_LOGGING_CONFIG_PATH"]
 
 
 def _parser(command: str) -> Any:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_relay.cli.console import PLAIN, JsonFlag, err, one_line_errors, out, progress
-from vllm_relay.cli.engine import ESCAPE, read_engine_args
+from vllm_relay.cli.engine import ESCAPE, errors_of_the_engine, read_engine_args
 from vllm_relay.validation import Count, checked, parse_json
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def build(
     be repeated; all prompts share one start of the engine.
     """
     sources = [*(system_prompt or ()), *(text or ()), *(token_ids or ())]
-    with one_line_errors():
+    with one_line_errors(), errors_of_the_engine():
         if not sources:
             raise ValueError("nothing to build: give --system-prompt, --text or --token-ids")
         paths = _outputs(output, sources)
@@ -202,7 +202,7 @@ def verify(
     marks = ("-", ESCAPE)
     count = next((i for i, x in enumerate(arguments) if x.startswith(marks)), len(arguments))
     files, options = [Path(x) for x in arguments[:count]], arguments[count:]
-    with one_line_errors():
+    with one_line_errors(), errors_of_the_engine():
         if not files:
             raise ValueError("name the files before vLLM's options")
         if recompute and model is None:
@@ -251,7 +251,7 @@ def _verify_model(
 ) -> None:
     """Add to the results how the files fit a model."""
     from vllm_relay.system_kv.build import Builder, largest_difference, scratch_folder
-    from vllm_relay.system_kv.identity import differences
+    from vllm_relay.system_kv.identity import differences, other_engine
     from vllm_relay.system_kv.prompts import Prompt
 
     if not good:
@@ -262,6 +262,8 @@ def _verify_model(
         builder = Builder(engine_args, scratch, chat_template)
         for file, result in good:
             found = differences(file.manifest, builder.identity)
+            if not recompute:  # which compares what this version computes
+                found += other_engine(file.manifest)
             result["problems"] += [f"differs in {entry}" for entry in found]
             if not found:
                 result["checked"].append("weights, tokenizer, template and configuration")

@@ -5,11 +5,14 @@ import numpy as np
 from vllm_relay.sharing.cost import Costs, StepShape
 from vllm_relay.sharing.forest import Int32Array, check_batch
 from vllm_relay.sharing.policy import Choice, choose
-from vllm_relay.sharing.trie import build_trie
+from vllm_relay.sharing.trie import build_trie, limited
 
 # Steps for which `Planner` keeps a choice while requests and shared blocks stay the same. Only
 # contexts grow meanwhile, and predictions change little.
 KEEP_STEPS = 64
+# Bound of `limited`, by which the policy's time grows: milliseconds for a chain of prefixes, of
+# which every request holds one more block than the last.
+MOST_HEIGHTS = 4096
 
 
 class Planner:
@@ -47,7 +50,8 @@ class Planner:
         if self._steps > KEEP_STEPS or not self._holds(block_table, computed, query_lens):
             check_batch(block_table, computed, self.block_size, lens_name="computed lengths")
             trie = build_trie(block_table, computed, self.block_size)
-            shape = StepShape(trie, self.block_size, seq_lens.copy(), query_lens.copy())
+            few = limited(trie, MOST_HEIGHTS)
+            shape = StepShape(few, self.block_size, seq_lens.copy(), query_lens.copy())
             choice = choose(shape, self.costs, self.max_levels)
             # One column more than two requests share: there they differ, or one of them ends. So
             # the trie is the same while these columns, and the computed blocks in them, are.

@@ -1,6 +1,7 @@
 """The trie of a step: every way in which requests share leading KV blocks."""
 
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,10 +40,14 @@ class Trie:
     @property
     def height(self) -> int:
         """Nodes on the longest path, the root left out."""
-        height = [0] * len(self.depth)
-        for node in range(1, len(height)):
-            height[node] = height[self.parent[node]] + 1
-        return max(height)
+        return max(self.heights())
+
+    def heights(self) -> list[int]:
+        """Nodes on the path to each node, the root left out."""
+        heights = [0] * len(self.depth)
+        for node in range(1, len(heights)):
+            heights[node] = heights[self.parent[node]] + 1
+        return heights
 
     def share(self, node: int, depth: int) -> float:
         """The first ``depth`` blocks of a request at ``node``, each divided by its holders."""
@@ -68,6 +73,62 @@ def build_trie(block_table: Int32Array, computed_lens: Int32Array, block_size: i
             depths = np.minimum(computed_lens[rows] // block_size, num_columns)
             return _build(rows, block_table, depths)
     return Trie([0], [-1], [np.empty(0, dtype=np.int32)], [0], num_rows)
+
+
+def limited(trie: Trie, most: int) -> Trie:
+    """The trie with fewer nodes, so that `Trie.heights` add up to at most ``most``.
+
+    A node is left out by giving its requests and children to the node above, which shares less. The
+    one whose leaving repeats the fewest blocks goes first.
+    """
+    depth, above = trie.depth, trie.parent.copy()
+    branches = [len(rows) for rows in trie.rows]  # requests and nodes directly below
+    for parent in trie.parent[1:]:
+        branches[parent] += 1
+    gone = [False] * len(depth)
+
+    def loss(node: int) -> int:
+        """Blocks repeated without the node; it only grows while others leave."""
+        while gone[above[node]]:
+            above[node] = above[above[node]]
+        return (depth[node] - depth[above[node]]) * (branches[node] - 1)
+
+    heap = [(loss(node), node) for node in range(1, len(depth))]
+    heapify(heap)
+    left = trie
+    while sum(left.heights()) > most:
+        half = len(heap) // 2
+        while len(heap) > half:
+            known, node = heappop(heap)
+            if (now := loss(node)) > known:
+                heappush(heap, (now, node))
+                continue
+            gone[node] = True
+            branches[above[node]] += branches[node] - 1
+        left = _without(trie, gone)
+    return left
+
+
+def _without(trie: Trie, gone: list[bool]) -> Trie:
+    """The trie without some nodes; node 0 stays."""
+    kept = [node for node in range(len(gone)) if not gone[node]]
+    place = {node: index for index, node in enumerate(kept)}
+    rows: list[list[Int32Array]] = [[] for _ in kept]
+    parent = []
+    for node in range(len(gone)):
+        above = trie.parent[node]
+        if gone[node]:
+            place[node] = place[above]
+        else:
+            parent.append(place[above] if node else -1)
+        rows[place[node]].append(trie.rows[node])
+    return Trie(
+        [trie.depth[node] for node in kept],
+        parent,
+        [np.sort(np.concatenate(own)) for own in rows],
+        [trie.count[node] for node in kept],
+        trie.num_rows,
+    )
 
 
 def _rows_sharing_first_block(

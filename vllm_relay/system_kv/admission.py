@@ -8,14 +8,16 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from vllm_relay import compat, metrics
 from vllm_relay.config import CONNECTOR, CONNECTOR_MODULE, RelayConfig, SystemKVConfig
 from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
-from vllm_relay.system_kv.identity import differences, identify
+from vllm_relay.system_kv.identity import differences, identify, other_engine
+from vllm_relay.validation import Text, checked, parse_json
 
-# Entry of the connector's extra config, made here: [path, seal] of each file to load.
+# Entry of the connector's extra config, made here: [path, seal, salt] of each file to load.
 ADMITTED = "admitted"
 
 
@@ -105,11 +107,14 @@ def admit(vllm_config: Any, chat_template: str | None) -> None:
         if reason is not None:
             raise SystemKVError(f"system KVs cannot be loaded: {reason}")
         identity = identify(vllm_config, chat_template) if settings.files else None
+        salts = _read_salts(settings)
         admitted = []
         for path in settings.files:
             try:
                 file = SystemKVFile(path)
                 found = differences(file.manifest, identity) if identity else []
+                if not settings.other_engines:
+                    found += other_engine(file.manifest)
                 if found:
                     raise SystemKVError(f"{path}: differs from this engine in {', '.join(found)}")
                 block = vllm_config.cache_config.block_size  # None: the backend will choose one
@@ -129,8 +134,30 @@ def admit(vllm_config: Any, chat_template: str | None) -> None:
                     raise
                 metrics.say_once(f"system KV not loaded: {error}", logging.WARNING)
             else:
-                admitted.append([str(file.path.absolute()), file.seal])
+                admitted.append([str(file.path.absolute()), file.seal, salts.get(path)])
         extra[ADMITTED] = admitted
+
+
+def _read_salts(settings: SystemKVConfig) -> dict[str, str]:
+    """``cache_salt`` by path, as in ``settings.files``.
+
+    Raises:
+        SystemKVError: the file cannot be read, is of another form, or has a path not in ``files``.
+    """
+    if settings.salts is None:
+        return {}
+    where = f"system_kv.salts {settings.salts}: "
+    try:
+        salts = checked(
+            dict[str, Text], parse_json(Path(settings.salts).read_bytes(), where), where
+        )
+    except OSError as error:
+        raise SystemKVError(f"{where}{error.strerror or error}") from None
+    except ValueError as error:
+        raise SystemKVError(str(error)) from None
+    if unknown := sorted(salts.keys() - set(settings.files)):
+        raise SystemKVError(f"{where}{unknown[0]} is not one of system_kv.files")
+    return salts
 
 
 def _unusable(vllm_config: Any) -> str | None:
@@ -151,8 +178,10 @@ def _unusable(vllm_config: Any) -> str | None:
     return None
 
 
-def open_admitted(extra: Mapping[str, Any]) -> list[SystemKVFile]:
-    """The admitted files, opened in a process of the engine.
+def open_admitted(
+    extra: Mapping[str, Any],
+) -> tuple[list[SystemKVFile], list[str | None]]:
+    """The admitted files, opened in a process of the engine, and the salt of each.
 
     Raises:
         SystemKVError: a file was replaced since it was checked, or none was ever checked.
@@ -162,10 +191,11 @@ def open_admitted(extra: Mapping[str, Any]) -> list[SystemKVFile]:
             "system KVs were not checked: start the engine through vLLM's EngineArgs (LLM, "
             "AsyncLLM, vllm serve) with the plugin vllm-relay enabled"
         )
-    files = []
-    for path, seal in extra[ADMITTED]:
+    files, salts = [], []
+    for path, seal, salt in extra[ADMITTED]:
         file = SystemKVFile(path)
         if file.seal != seal:
             raise SystemKVError(f"{path}: was replaced while the engine started")
         files.append(file)
-    return files
+        salts.append(salt)
+    return files, salts

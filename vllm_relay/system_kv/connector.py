@@ -21,6 +21,7 @@ from vllm_relay.system_kv.admission import open_admitted, read_settings
 from vllm_relay.system_kv.file import SystemKVError
 from vllm_relay.system_kv.idle_connector import IdleConnector
 from vllm_relay.system_kv.pinned_blocks import PinnedBlocks
+from vllm_relay.system_kv.placement import place
 from vllm_relay.system_kv.stats import SystemKVMetrics, SystemKVStats
 from vllm_relay.system_kv.writer import Writer
 
@@ -60,18 +61,19 @@ class SystemKVConnector(IdleConnector):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config
-        files, settings = open_admitted(extra), read_settings(extra)
+        settings, (files, salts) = read_settings(extra), open_admitted(extra)
         group = _only_group(kv_cache_config)
         block_size = group.kv_cache_spec.block_size
+        placed = place([file.manifest.token_ids for file in files], block_size, salts)
         self._asked: int | None = None  # the last reset sent to the workers
         self._may_rewrite = False
         self._answer: WorkerMetadata | None = None
         self._sent = SystemKVStats()
         if role == KVConnectorRole.SCHEDULER:
-            self._pins = PinnedBlocks(vllm_config, files, block_size, settings.budget)
+            self._pins = PinnedBlocks(vllm_config, files, salts, placed, block_size, settings)
             compat.add_engine_method()
         else:
-            self._writer = Writer(vllm_config, files, block_size, group.layer_names)
+            self._writer = Writer(vllm_config, files, placed, block_size, group.layer_names)
 
     # In the scheduler.
 
@@ -79,8 +81,9 @@ class SystemKVConnector(IdleConnector):
         self._pins.take(gpu_block_pool)
         for entry in self._pins.status():
             metrics.logger.info(
-                "relay: system KV %s: %s of %s tokens pinned in %d blocks, from %s",
+                "relay: system KV %s (%s in metrics): %s of %s tokens pinned in %d blocks, from %s",
                 entry["name"],
+                entry["label"],
                 f"{entry['tokens_pinned']:,}",
                 f"{entry['tokens']:,}",
                 entry["blocks"],

@@ -1,4 +1,4 @@
-"""Digests of a model's weights, tokenizer and chat template.
+"""Digests of a model's weights, own code, tokenizer and chat template.
 
 They are taken from files, so a model is compared before an engine starts.
 """
@@ -52,6 +52,16 @@ def digest_tokenizer(folder: Path) -> str | None:
             content = json.dumps(config, sort_keys=True).encode()
         total.update(f"{path.name}\0{len(content)}\0".encode() + content)
     return total.hexdigest() if paths else None
+
+
+def digest_code(model: Path) -> str | None:
+    """BLAKE3 over the Python files of a model's folder, their names and sizes; None without any."""
+    total = blake3.blake3()
+    files = sorted(model.rglob("*.py"))
+    for file in files:
+        content = file.read_bytes()
+        total.update(f"{file.relative_to(model)}\0{len(content)}\0".encode() + content)
+    return total.hexdigest() if files else None
 
 
 def digest_chat_template(template: str) -> str:

@@ -13,6 +13,7 @@ A file appears under its name complete or not at all: it is written elsewhere, s
 """
 
 import json
+import math
 import os
 import stat
 import struct
@@ -176,7 +177,8 @@ class SystemKVFile:
             )
         try:
             self.manifest = checked(Manifest, given, "")
-            shapes = self.manifest.shapes()
+            self._shapes = shapes = self.manifest.shapes()
+            size = getattr(torch, self.manifest.dtype).itemsize
             if shapes.keys() | {SEAL} != header.tensors.keys() or (
                 shapes.keys() != self.manifest.checksums.keys()
             ):
@@ -187,8 +189,13 @@ class SystemKVFile:
                     raise ValueError(f"tensor {name} has the shape {found}")
                 if (found := entry["dtype"]) != self.manifest.tensor_dtype:
                     raise ValueError(f"tensor {name} has the dtype {found}")
+                begin, end = entry["data_offsets"]
+                if begin < 0 or end - begin != math.prod(shape) * size:
+                    raise ValueError(f"tensor {name} has the offsets {begin:,} and {end:,}")
         except (KeyError, TypeError, ValueError) as error:
             raise SystemKVError(f"{self.path}: the manifest is malformed: {error}") from None
+        start = header.seal_at - header.tensors[SEAL]["data_offsets"][0]
+        self._offsets = {name: start + header.tensors[name]["data_offsets"][0] for name in shapes}
         self.seal = seal.hex()
         self.size = header.file_bytes
 
@@ -210,21 +217,28 @@ class SystemKVFile:
         return dict(given)
 
     def tensors(self, layer: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, mapped: CPU tensors ``[tokens, kv_heads, head_size]``.
+        """Keys and values of one layer: CPU tensors ``[tokens, kv_heads, head_size]``.
 
-        Raises SystemKVError if a checksum differs.
+        Raises SystemKVError if they cannot be read or a checksum differs.
         """
-        names = tensor_names(layer)
-        try:
-            opened = f"/proc/self/fd/{self._file.fileno()}"
-            with safetensors.safe_open(opened, framework="pt") as file:
-                keys, values = (file.get_tensor(name) for name in names)
-        except (OSError, safetensors.SafetensorError) as error:
-            raise SystemKVError(f"{self.path}: {error}") from None
-        for name, tensor in zip(names, (keys, values), strict=True):
-            if checksum(tensor) != self.manifest.checksums[name]:
-                raise SystemKVError(f"{self.path}: tensor {name} is damaged: checksum differs")
+        keys, values = map(self._tensor, tensor_names(layer))
         return keys, values
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        # Read, not mapped: a file that is truncated meanwhile would end the process by SIGBUS.
+        tensor = torch.empty(self._shapes[name], dtype=getattr(torch, self.manifest.dtype))
+        data = tensor.view(torch.uint8).flatten().numpy().data
+        at, done = self._offsets[name], 0
+        try:
+            while done < len(data):
+                if not (count := os.preadv(self._file.fileno(), [data[done:]], at + done)):
+                    raise SystemKVError(f"{self.path}: was truncated while it was read")
+                done += count
+        except OSError as error:
+            raise SystemKVError(f"{self.path}: {error.strerror or error}") from None
+        if checksum(tensor) != self.manifest.checksums[name]:
+            raise SystemKVError(f"{self.path}: tensor {name} is damaged: checksum differs")
+        return tensor
 
     def verify(self) -> None:
         """Compare all checksums. Raises SystemKVError at the first that differs."""

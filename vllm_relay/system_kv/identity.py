@@ -1,8 +1,8 @@
 """Identity: everything that an engine's KV depends on, and its comparison with a file.
 
 KV is a function of the tokens, the weights and the model's configuration. Two engines of the same
-`Identity` agree on it; block size, layout, tensor parallelism, scheduling and the engine's version
-may differ and change at most the order of summation.
+`Identity` agree on it; block size, layout, tensor parallelism and scheduling may differ and change
+at most the order of summation. A version of vLLM may also have a fault that the next one has not.
 """
 
 import json
@@ -16,6 +16,7 @@ from typing import Any, cast
 from vllm_relay.system_kv.digest import (
     default_chat_template,
     digest_chat_template,
+    digest_code,
     digest_tokenizer,
     digest_weights,
 )
@@ -72,7 +73,10 @@ def identify(vllm_config: Any, chat_template: str | None = None) -> Identity:
         tokenizer = digest_tokenizer(folder)
         chat_template = read_chat_template(chat_template) or default_chat_template(folder)
     try:
-        weights = digest_weights(local_folder(model.model, model.revision, vllm_config))
+        folder = local_folder(model.model, model.revision, vllm_config)
+        weights = digest_weights(folder)
+        if model.trust_remote_code and (code := digest_code(folder)):
+            config["own code"] = code
     except OSError as error:
         raise SystemKVError(f"the weights cannot be read for comparison: {error}") from None
     return Identity(
@@ -104,7 +108,7 @@ def local_folder(name: str, revision: str | None, vllm_config: Any) -> Path:
                 revision=revision,
                 cache_dir=vllm_config.load_config.download_dir,
                 # Weights of other kinds are there if the engine has downloaded them before.
-                allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"],
+                allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py"],
                 local_files_only=huggingface_hub.constants.HF_HUB_OFFLINE,
             )
         )
@@ -159,6 +163,14 @@ def differences(manifest: Manifest, identity: Identity) -> list[str]:
         if theirs != ours:
             found.append(f"{title} (file {theirs}, engine {ours})")
     return found
+
+
+def other_engine(manifest: Manifest) -> list[str]:
+    """As `differences`: another minor version of vLLM built the file, which keeps its faults."""
+    theirs, ours = manifest.engine.get("vllm", "unknown"), version("vllm")
+    if theirs.split(".")[:2] == ours.split(".")[:2]:
+        return []
+    return [f"vLLM's version (file {theirs}, engine {ours}; allowed by system_kv.other_engines)"]
 
 
 def _entries(

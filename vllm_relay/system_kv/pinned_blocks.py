@@ -7,8 +7,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from vllm_relay import compat, metrics
+from vllm_relay.config import SystemKVConfig
 from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
-from vllm_relay.system_kv.placement import budget_error, place
+from vllm_relay.system_kv.placement import Placement, budget_error
 
 
 class PinnedBlocks:
@@ -22,18 +23,27 @@ class PinnedBlocks:
     the cache's memory (sleep) may come with it, so the hashes return only after the workers have
     compared their weights and written the blocks again: `wants_rewrite`, `rewritten`.
 
-    ``budget`` is the share of the pool that may be pinned.
+    ``salts`` are the ``cache_salt`` of each file, ``placements`` its blocks.
     """
 
     def __init__(
-        self, vllm_config: Any, files: Sequence[SystemKVFile], block_size: int, budget: float
+        self,
+        vllm_config: Any,
+        files: Sequence[SystemKVFile],
+        salts: Sequence[str | None],
+        placements: Sequence[Placement],
+        block_size: int,
+        settings: SystemKVConfig,
     ) -> None:
         self._vllm_config = vllm_config
         self._files = files
+        self._salts = salts
+        self._placements = placements
         self._names = _unique([file.manifest.name for file in files])
+        opaque = _unique([file.seal[:8] for file in files])
+        self._labels = self._names if settings.metric_names else opaque
         self._block_size = block_size
-        self._budget = budget
-        self._placements = place([file.manifest.token_ids for file in files], block_size)
+        self._budget = settings.budget
         self._pool: Any = None
         self._blocks: list[Any] = []
         self._registered = False
@@ -77,12 +87,13 @@ class PinnedBlocks:
             return
         self._registered = True
         hasher = compat.block_hasher(self._vllm_config, self._pool.hash_block_size)
-        for file, placement in zip(self._files, self._placements, strict=True):
+        for file, salt, placement in zip(self._files, self._salts, self._placements, strict=True):
             request = Request(
                 request_id=f"system-kv-{file.manifest.name}",
                 prompt_token_ids=list(file.manifest.token_ids),
                 sampling_params=SamplingParams(max_tokens=1),
                 pooling_params=None,
+                cache_salt=salt,
                 block_hasher=hasher,
             )
             self._pool.cache_full_blocks(
@@ -126,26 +137,27 @@ class PinnedBlocks:
             self._tokens_hit[best] += most * self._block_size
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Counters and pinned blocks by prompt; cheap enough for every step."""
+        """Counters and pinned blocks by label; cheap enough for every step."""
         return {
-            name: {
+            label: {
                 "requests_hit": self._requests_hit[i],
                 "tokens_hit": self._tokens_hit[i],
                 "blocks": len(self._placements[i].block_ids) if self._blocks else 0,
             }
-            for i, name in enumerate(self._names)
+            for i, label in enumerate(self._labels)
         }
 
     def status(self) -> list[dict[str, Any]]:
         """One dictionary per prompt, see `vllm_relay.system_kv.status`."""
         found: list[dict[str, Any]] = []
         counted = self.counts().items()
-        for (name, counts), file, placement in zip(
-            counted, self._files, self._placements, strict=True
+        for name, (label, counts), file, placement in zip(
+            self._names, counted, self._files, self._placements, strict=True
         ):
             ids = placement.block_ids if self._blocks else ()
             hashes = [self._blocks[block_id - 1].block_hash for block_id in ids]
-            entry = {"name": name, "path": str(file.path), "tokens": file.manifest.tokens, **counts}
+            entry: dict[str, Any] = {"name": name, "label": label, "path": str(file.path)}
+            entry |= {"tokens": file.manifest.tokens, **counts}
             entry["tokens_pinned"] = len(ids) * self._block_size
             entry["block_ids"] = list(ids)
             entry["cached"] = bool(hashes) and None not in hashes

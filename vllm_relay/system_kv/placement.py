@@ -18,18 +18,21 @@ class Placement:
     shared: int
 
 
-def place(prompts: Sequence[Sequence[int]], block_size: int) -> list[Placement]:
-    """Block ids from 1 on for each prompt; prompts with a common prefix share its blocks.
+def place(
+    prompts: Sequence[Sequence[int]], block_size: int, salts: Sequence[str | None]
+) -> list[Placement]:
+    """Block ids from 1 on for each prompt; those of a common salt and prefix share its blocks.
 
     Block 0 is vLLM's null block. Tokens past the last full block get none: requests prefill them.
     """
     placements: list[Placement] = []
-    known: dict[tuple[int, tuple[int, ...]], int] = {}  # (block before, tokens) -> block
-    for tokens in prompts:
+    # (block before, or the salt; tokens) -> block
+    known: dict[tuple[int | str | None, tuple[int, ...]], int] = {}
+    for tokens, salt in zip(prompts, salts, strict=True):
         ids: list[int] = []
         shared = 0
         for end in range(block_size, len(tokens) + 1, block_size):
-            key = (ids[-1] if ids else 0, tuple(tokens[end - block_size : end]))
+            key = (ids[-1] if ids else salt, tuple(tokens[end - block_size : end]))
             if key in known:
                 shared += 1
             else:

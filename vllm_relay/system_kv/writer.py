@@ -14,26 +14,31 @@ import torch
 from vllm_relay import compat, metrics
 from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
 from vllm_relay.system_kv.manifest import Layer
-from vllm_relay.system_kv.placement import place
+from vllm_relay.system_kv.placement import Placement
 
-# Elements compared per parameter: enough to detect any training step or merged adapter.
-_SAMPLE = 1 << 16
+# A parameter's bytes in rows; its 8-byte words are added up by row and by column.
+_ROW_BYTES = 1 << 15
 # A digest, and objects that are compared by identity.
 _Fingerprint = tuple[bytes, list[Any]]
 
 
 class Writer:
-    """Writes system KVs into the KV cache of one worker; ``layers``: its layers' names."""
+    """Writes system KVs into the KV cache of one worker; ``layers``: its layers' names.
+
+    ``placements``: each file's blocks.
+    """
 
     def __init__(
         self,
         vllm_config: Any,
         files: Sequence[SystemKVFile],
+        placements: Sequence[Placement],
         block_size: int,
         layers: Sequence[str],
     ) -> None:
         self._vllm_config = vllm_config
         self._files = files
+        self._placements = placements
         self._block_size = block_size
         self._layers = layers
         self._weights: _Fingerprint | None = None
@@ -45,17 +50,16 @@ class Writer:
             self._weights = _fingerprint()
 
     def write(self) -> None:
-        """Write every file's full blocks, in those of `place`; SystemKVError for a damaged file."""
-        placements = place([f.manifest.token_ids for f in self._files], self._block_size)
+        """Write every file's full blocks. Raises SystemKVError for a damaged file."""
         started, count = time.monotonic(), 0
-        for file, placement in zip(self._files, placements, strict=True):
+        for file, placement in zip(self._files, self._placements, strict=True):
             begin = placement.shared * self._block_size
             end = len(placement.block_ids) * self._block_size
             if begin < end:
                 slots = _slots(placement.block_ids[placement.shared :], self._block_size)
                 count += self._write_file(file, begin, end, slots)
         seconds = time.monotonic() - started
-        for placement in placements:
+        for placement in self._placements:
             for layer in map(self._layer, self._layers):
                 if keep := getattr(layer.impl, "keep", None):
                     keep(layer, layer.kv_cache, placement.block_ids)
@@ -154,7 +158,7 @@ def _check_shape(file: SystemKVFile, layer: Any, wanted: Layer) -> None:
 
 
 def _fingerprint() -> _Fingerprint:
-    """A sample of this worker's weights: differs after new weights were loaded.
+    """Sums over all of this worker's weights: they differ after any element has changed.
 
     vLLM's CPU engine packs the weights of most linear layers into a function, ``cpu_linear``, and
     empties their parameters; new weights come with a new function.
@@ -162,7 +166,9 @@ def _fingerprint() -> _Fingerprint:
     model = compat.worker().model_runner.get_model()
     total = blake3.blake3()
     for parameter in model.parameters():
-        flat = parameter.detach().flatten()
-        sample = flat[:: max(1, flat.numel() // _SAMPLE)].contiguous()
-        total.update(sample.view(torch.uint8).cpu().numpy().data)
+        content = parameter.detach().contiguous().flatten().view(torch.uint8)
+        whole = content.numel() // _ROW_BYTES * _ROW_BYTES
+        rows = content[:whole].view(torch.int64).view(-1, _ROW_BYTES // 8)
+        for part in (rows.sum(1), rows.sum(0), content[whole:]):
+            total.update(part.cpu().view(torch.uint8).numpy().data)
     return total.digest(), [vars(module).get("cpu_linear") for module in model.modules()]

@@ -49,6 +49,13 @@ def test_a_segment_is_packed_once_the_regret_has_reached_its_price() -> None:
     assert [packed(bench, step) for _ in range(100)] == [[False]] * 100
 
 
+def test_a_step_packs_one_segment() -> None:
+    bench, step = bench_of(), make_step(TABLES, LENS)
+    bench.plan_by(timed(copy=1e-9, packed=KernelCosts(first=0.5)))
+    first, second, third = (packed(bench, step) for _ in range(3))
+    assert sum(first) == 1 and sum(second) == sum(third) == 2 == len(first)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_packed_segments_and_blocks_in_place_give_the_same_numbers(dtype: torch.dtype) -> None:
     bench, step = bench_of(dtype), make_step(TABLES, LENS)

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.sharing.forests import check_forest, find_forest
-from vllm_relay.sharing import Forest, Group, Segment
+from vllm_relay.sharing import Forest, Group, Segment, build_trie
+from vllm_relay.sharing.trie import limited
 
 BLOCK_SIZE = 4
 
@@ -115,9 +116,38 @@ def test_a_chain_deeper_than_the_recursion_limit() -> None:
     spine = np.arange(1, rows + 1, dtype=np.int32)
     for row in range(rows):
         blocks[row, : row + 1] = spine[: row + 1]
-    forest = find_forest(blocks, np.full(rows, rows * BLOCK_SIZE, dtype=np.int32), BLOCK_SIZE)
+    whole = np.full(rows, rows * BLOCK_SIZE, dtype=np.int32)
+    forest = find_forest(blocks, whole, BLOCK_SIZE)
     check_forest(forest)
-    assert sum(len(g.rows) for g in forest.levels[0]) == rows
+    # Of so many nodes only some are planned with; the first rows are left out by them.
+    assert sum(len(g.rows) for g in forest.levels[0]) > 0.97 * rows
+
+
+@pytest.mark.parametrize("kind", ["chain", "random"])
+def test_a_limited_trie_has_nodes_of_the_whole_one_and_repeats_few_blocks_more(kind: str) -> None:
+    rng = np.random.default_rng(3)
+    rows = 200
+    ends = np.arange(rows) if kind == "chain" else rng.integers(0, 90, rows)
+    blocks = np.arange(rows * rows, dtype=np.int32).reshape(rows, rows) + 1000
+    for row, end in enumerate(ends.tolist()):
+        source = 0 if kind == "chain" else rng.integers(0, row + 1)
+        blocks[row, : end + 1] = blocks[source, : end + 1]
+        if row == 0:
+            blocks[0] = np.arange(1, rows + 1)
+    whole = build_trie(blocks, np.full(rows, rows * BLOCK_SIZE, dtype=np.int32), BLOCK_SIZE)
+    total = sum(whole.heights())
+    assert limited(whole, total) is whole
+    few = limited(whole, total // 4)
+    assert sum(few.heights()) <= total // 4
+    nodes = set(zip(whole.depth, whole.count, strict=True))
+    assert nodes >= set(zip(few.depth, few.count, strict=True))
+    assert sorted(np.concatenate(few.rows)) == sorted(np.concatenate(whole.rows))
+    for node in range(1, len(few.depth)):
+        below = len(few.rows[node]) + sum(
+            few.count[child] for child, parent in enumerate(few.parent) if parent == node
+        )
+        assert few.count[node] == below and few.depth[node] > few.depth[few.parent[node]]
+    assert few.blocks_repeated() > 0.9 * whole.blocks_repeated()
 
 
 def test_a_view_of_a_larger_table() -> None:

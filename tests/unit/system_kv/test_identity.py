@@ -262,6 +262,20 @@ def test_a_model_has_one_identity_until_something_of_it_changes(config: Any) -> 
     assert given == replace(found, chat_template=digest_chat_template("{{ messages }}"))
 
 
+def test_the_code_of_a_model_counts_if_it_is_run(config: Any, tmp_path: Path) -> None:
+    for file in SMOLLM2.iterdir():
+        (tmp_path / file.name).symlink_to(file.resolve())
+    config.model_config.model = str(tmp_path)
+    (tmp_path / "modeling.py").write_text("SCALE = 1\n")
+    assert "own code" not in identify(config).config
+    config.model_config.trust_remote_code = True
+    one = identify(config)
+    (tmp_path / "modeling.py").write_text("SCALE = 2\n")
+    two = identify(config)
+    assert one.config.keys() == two.config.keys()
+    assert [key for key in one.config if one.config[key] != two.config[key]] == ["own code"]
+
+
 def test_without_a_tokenizer_there_is_nothing_of_it_to_compare(config: Any) -> None:
     whole = identify(config)
     config.model_config.skip_tokenizer_init = True

@@ -48,7 +48,7 @@ def test_blocks_are_the_nodes_of_a_trie(made: list[list[int]], size: int) -> Non
             ids.append(id)
         shared = max((common(tokens, earlier, size) for earlier in made[:i]), default=0)
         expected.append(Placement(tuple(ids), shared))
-    assert place(made, size) == expected
+    assert place(made, size, [None] * len(made)) == expected
 
 
 @settings(max_examples=500, deadline=None)
@@ -56,7 +56,7 @@ def test_blocks_are_the_nodes_of_a_trie(made: list[list[int]], size: int) -> Non
 def test_ids_have_no_gaps_and_two_prompts_share_what_they_have_in_common(
     made: list[list[int]], size: int
 ) -> None:
-    placements = place(made, size)
+    placements = place(made, size, [None] * len(made))
     ids = {id for placement in placements for id in placement.block_ids}
     assert ids == set(range(1, len(ids) + 1))
     new = [id for placement in placements for id in placement.block_ids[placement.shared :]]
@@ -72,7 +72,7 @@ def test_ids_have_no_gaps_and_two_prompts_share_what_they_have_in_common(
 
 def test_an_example_by_hand() -> None:
     a, b, c = [1, 2], [3, 4], [5, 6]
-    placements = place([a + b + c, a + b + [9], a + c, b, a, a + b + c, [1]], 2)
+    placements = place([a + b + c, a + b + [9], a + c, b, a, a + b + c, [1]], 2, [None] * 7)
     assert placements == [
         Placement((1, 2, 3), 0),
         Placement((1, 2), 2),  # its last token has no block
@@ -85,11 +85,22 @@ def test_an_example_by_hand() -> None:
 
 
 def test_repeated_tokens_get_blocks_of_their_own() -> None:
-    assert place([[7] * 9], 2) == [Placement((1, 2, 3, 4), 0)]
+    assert place([[7] * 9], 2, [None]) == [Placement((1, 2, 3, 4), 0)]
+
+
+def test_prompts_of_other_salts_share_nothing() -> None:
+    salts = [None, "a", "b", "a", None, "1"]
+    assert [placement.block_ids for placement in place([[7] * 4] * 6, 2, salts)] == [
+        *([(1, 2), (3, 4), (5, 6)]),
+        *([(3, 4), (1, 2), (7, 8)]),
+    ]
 
 
 def test_the_kind_of_sequence_does_not_matter() -> None:
-    assert place([(1, 2, 3), range(1, 4)], 2) == [Placement((1,), 0), Placement((1,), 1)]
+    assert place([(1, 2, 3), range(1, 4)], 2, [None] * 2) == [
+        Placement((1,), 0),
+        Placement((1,), 1),
+    ]
 
 
 # The budget

@@ -1,13 +1,36 @@
 """A failure while system KVs are written again gives them up; the engine goes on."""
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from vllm_relay import metrics
+from vllm_relay import compat, metrics
 from vllm_relay.system_kv import writer
 from vllm_relay.system_kv.writer import Writer
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("shape", [(3,), (300, 512), (7, 40961)], ids=str)
+def test_one_changed_weight_is_seen(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: Any
+) -> None:
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.randn(shape).to(dtype), requires_grad=False)
+    runner = SimpleNamespace(get_model=lambda: layer)
+    monkeypatch.setattr(compat, "worker", lambda: SimpleNamespace(model_runner=runner))
+    before = writer._fingerprint()
+    assert writer._fingerprint() == before
+    flat = layer.weight.data.flatten()
+    for at in (0, len(flat) // 2 + 1, len(flat) - 1):
+        kept = flat[at].clone()
+        flat.view(torch.uint8)[at * dtype.itemsize] ^= 1
+        assert writer._fingerprint() != before
+        flat[at] = kept
+    flat[[0, 1]] = flat[[1, 0]]  # in another order
+    assert writer._fingerprint() != before
 
 
 @pytest.mark.parametrize(
@@ -30,5 +53,5 @@ def test_a_failure_is_a_reason_and_is_counted(
     monkeypatch.setattr(metrics, "_fallbacks", Counter())
     monkeypatch.setattr(writer, "_fingerprint", lambda: None)
     monkeypatch.setattr(owner, name, fail)
-    assert Writer(None, [], 16, []).rewrite() == reason
+    assert Writer(None, [], [], 16, []).rewrite() == reason
     assert metrics.counters()["fallbacks_loading"] == 1
