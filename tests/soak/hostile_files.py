@@ -102,8 +102,8 @@ class Engine:
         extra: dict[str, Any] = {"files": [str(path)]}
         self.config.kv_transfer_config.kv_connector_extra_config = extra
         admission.admit(self.config, None)
-        files = admission.open_admitted(extra)
-        placements = place([file.manifest.token_ids for file in files], BLOCK)
+        files, salts = admission.open_admitted(extra)
+        placements = place([file.manifest.token_ids for file in files], BLOCK, salts)
         count = len({id for placement in placements for id in placement.block_ids})
         if error := budget_error(count, BLOCKS - 1, 1.0, 0, BLOCK):
             raise SystemKVError(error)
@@ -117,7 +117,7 @@ class Engine:
 
         try:
             with mock.patch.object(torch, "empty", empty):
-                Writer(self.config, files, BLOCK, NAMES).write()
+                Writer(self.config, files, placements, BLOCK, NAMES).write()
         finally:
             for packed in self.packed:
                 packed.clear()
@@ -161,7 +161,8 @@ def _entries(header: Any) -> list[Any]:
 def _change_shape(rng: Random, manifest: Any, header: Any) -> tuple[Any, Any]:
     """Tokens, heads or head size, in the manifest, the header or both."""
     tokens = rng.choice((1, BLOCK - 1, BLOCK, 2 * BLOCK, 5 * BLOCK, 7 * BLOCK, 9 * BLOCK))
-    heads, size = rng.choice(((2, 32), (2, 32), (2, 64), (1, 64), (4, 16), (1, 32), (2, 31)))
+    others = ((2, 64), (1, 64), (4, 16), (1, 32), (2, 31))
+    heads, size = rng.choice((*[(KV_HEADS, HEAD_SIZE)] * 5, *others))
     if rng.random() < 0.9:
         with suppress(TypeError, KeyError, AttributeError):
             manifest["token_ids"] = [rng.randrange(VOCABULARY) for _ in range(tokens)]
