@@ -1,6 +1,6 @@
 """Kill matrix: the commands and servers, ended in six ways at moments of all their life.
 
-{SIGKILL, SIGTERM, SIGINT, a limit on the size of files, a read-only folder, no HOME} ×
+{SIGKILL, SIGTERM, SIGINT, a limit on the size of files, a read-only folder, no HOME} of
 {`vllm-relay build`, `vllm serve --attention-backend relay`, half of them with a system KV,
 `vllm-relay calibrate`, `vllm-relay bench`}. Two run side by side, each in a session and a folder of
 its own. The moment is drawn over the life of an undisturbed run, and beyond it. The last three ways

@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -37,6 +38,8 @@ from tests.engine.engine import environment
 from tests.engine.system_kv import build
 from vllm_relay import metrics
 from vllm_relay.backend.packed_cache import Segment
+from vllm_relay.sharing import Costs
+from vllm_relay.sharing.cost_store import Constants
 from vllm_relay.sharing.planner import Planner
 
 CHUNKS = 1
@@ -237,7 +240,13 @@ def _rounds(load: Load, steps: int) -> int:
 
 def _run(given: dict[str, Any]) -> dict[str, Any]:
     lines = Lines()
-    load = Load(_engine(given), Random(given["seed"]), given["prompt"])
+    costs = Constants.costs
+
+    def with_free_copies(self: Constants, *shape: Any) -> Costs:
+        return replace(costs(self, *shape), copy=0.0)  # short prefixes are packed, too
+
+    with mock.patch.object(Constants, "costs", with_free_copies):
+        load = Load(_engine(given), Random(given["seed"]), given["prompt"])
     warmup = _rounds(load, given["warmup"])
     before, counted = _read(), metrics.counters()
     metrics.logger.addHandler(lines)
