@@ -76,6 +76,8 @@ def kill(
 
     env: more environment of all processes.
     """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a job in the background passes it on
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with ThreadPoolExecutor(2) as pool:
         first = _life(kind)
         slots = [Slot(kind, Random(f"{seed}.{i}"), first, ways, core, env)
