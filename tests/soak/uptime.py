@@ -178,13 +178,16 @@ def _read() -> dict[str, int]:
     }
 
 
+_kept: list[Any] = []
+
+
 @contextmanager
 def _remembered_steps() -> Iterator[None]:
     """A planner that keeps something of every step."""
-    kept, stock = [], Planner.plan
+    stock = Planner.plan
 
     def plan(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kept.append(os.urandom(4096))
+        _kept.append(os.urandom(4096))
         return stock(self, *args, **kwargs)
 
     with mock.patch.object(Planner, "plan", plan):
@@ -194,18 +197,18 @@ def _remembered_steps() -> Iterator[None]:
 @contextmanager
 def _held_segments() -> Iterator[None]:
     """Packed segments that stay when they are dropped."""
-    kept, stock = {}, Segment.layer
+    stock = Segment.layer
 
     def layer(self: Any, *args: Any) -> Any:
         found = stock(self, *args)
-        kept[id(found)] = found
+        _kept.append(found)
         return found
 
     with mock.patch.object(Segment, "layer", layer):
         yield
 
 
-LEAKS = {"remembered steps": _remembered_steps, "held segments": _held_segments}
+LEAKS = {"held segments": _held_segments, "remembered steps": _remembered_steps}
 
 
 def _engine(given: dict[str, Any]) -> Any:
