@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.harness.environment import RESULTS
 from benchmarks.harness.result_csv import Row, read, source
 
-PARTS = ("copies",)
+PARTS = ("copies", "kills", "uptime")
 
 
 def run_part(
