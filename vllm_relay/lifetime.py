@@ -70,8 +70,8 @@ def _end_with(pid: int) -> None:
         command = os.pidfd_open(pid)
     except ProcessLookupError:
         pass  # ended already
-    except OSError:
-        return  # Linux before 5.3
+    except (OSError, AttributeError):
+        return  # before Linux 5.3
     else:
         waiting = select.poll()
         waiting.register(command, select.POLLIN)
