@@ -12,25 +12,44 @@ from contextlib import contextmanager
 # Environment variable that children inherit: process id of the command. Without vLLM's prefix:
 # variables with it reach workers on other machines.
 COMMAND = "RELAY_COMMAND"
+# Seconds until a signal is raised again: what it raises can get lost while vLLM starts an engine.
+AGAIN = 8.0
 # Seconds between SIGTERM and SIGKILL for a process whose command has ended.
 GRACE = 10.0
 
 
 @contextmanager
 def ended_in_order() -> Iterator[None]:
-    """Ends the body with its children: SIGTERM becomes SystemExit (143), so that it can stop them.
+    """Ends the body on a signal, so that it stops its children and removes unfinished files.
 
-    vLLM's processes that the body starts end by themselves if this process is killed, see `follow`.
-    In a command that another command started they end with the first one.
+    SIGTERM becomes SystemExit (143), SIGINT is KeyboardInterrupt. vLLM's processes that the body
+    starts end by themselves if this process is killed, see `follow`. In a command that another
+    command started they end with the first one.
     """
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    told = 0
+
+    def end(number: int, frame: object) -> None:
+        nonlocal told
+        told = told or number
+        signal.setitimer(signal.ITIMER_REAL, AGAIN)
+        if told == signal.SIGINT:
+            raise KeyboardInterrupt
+        sys.exit(143)
+
+    # Not SIGINT of a job in the background, which is ignored there.
+    numbers = [signal.SIGTERM, signal.SIGALRM]
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        numbers.append(signal.SIGINT)
+    before = {number: signal.signal(number, end) for number in numbers}
     first = COMMAND not in os.environ
     if first:
         os.environ[COMMAND] = str(os.getpid())
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         if first:
             del os.environ[COMMAND]
 
@@ -51,8 +70,8 @@ def _end_with(pid: int) -> None:
         command = os.pidfd_open(pid)
     except ProcessLookupError:
         pass  # ended already
-    except OSError:
-        return  # Linux before 5.3
+    except (OSError, AttributeError):
+        return  # before Linux 5.3
     else:
         waiting = select.poll()
         waiting.register(command, select.POLLIN)

@@ -1,6 +1,6 @@
 """Kill matrix: the commands and servers, ended in six ways at moments of all their life.
 
-{SIGKILL, SIGTERM, SIGINT, a limit on the size of files, a read-only folder, no HOME} times
+{SIGKILL, SIGTERM, SIGINT, a limit on the size of files, a read-only folder, no HOME} of
 {`vllm-relay build`, `vllm serve --attention-backend relay`, half of them with a system KV,
 `vllm-relay calibrate`, `vllm-relay bench`}. Two run side by side, each in a session and a folder of
 its own. The moment is drawn over the life of an undisturbed run, and beyond it. The last three ways
@@ -76,6 +76,8 @@ def kill(
 
     env: more environment of all processes.
     """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a job in the background passes it on
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with ThreadPoolExecutor(2) as pool:
         first = _life(kind)
         slots = [Slot(kind, Random(f"{seed}.{i}"), first, ways, core, env)

@@ -22,10 +22,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 from unittest import mock
+
+from prometheus_client import REGISTRY
+from vllm import EngineArgs, SamplingParams
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from benchmarks.harness import random_model
+from tests.engine.engine import environment
+from tests.engine.system_kv import build
+from vllm_relay import metrics
+from vllm_relay.backend.packed_cache import Segment
+from vllm_relay.sharing import Costs
+from vllm_relay.sharing.cost_store import Constants
+from vllm_relay.sharing.planner import Planner
 
 CHUNKS = 1
 WARMUP, STEPS = 10_000, 100_000
@@ -56,20 +71,27 @@ def failures(found: dict[str, Any], growth: int = GROWTH) -> list[str]:
 
 
 def measure(
-    folder: Path, warmup: int, steps: int, seed: int = 0, plant: str = ""
+    folder: Path,
+    warmup: int,
+    steps: int,
+    *,
+    seed: int = 0,
+    stock: bool = False,
+    small: bool = False,
 ) -> dict[str, Any]:
-    """Readings of a run in a process of its own; plant: a leak of `PLANTS`, or stock."""
-    from benchmarks.harness import random_model
-    from tests.engine.engine import environment
-    from tests.engine.system_kv import build
+    """Readings of a run in a process of its own.
 
+    Args:
+        stock: vLLM's own attention. small: no system KV, and after the run as many steps again with
+            each of `LEAKS`; their growth is in ``leaks``.
+    """
     with mock.patch.object(random_model, "LAYERS", 1):
         model = random_model.write_random_model(folder / "model", 4, 2, 32)
-    prompt = _tokens(Random(seed), 3 * BLOCK)
-    options = ("--skip-tokenizer-init", "--max-model-len", "512")
-    build(folder / "system.relay", model, prompt, *options)
-    given = {"model": str(model), "warmup": warmup, "steps": steps, "seed": seed, "plant": plant}
-    given |= {"system_kv": str(folder / "system.relay"), "prompt": prompt}
+    prompt, file = _tokens(Random(seed), 3 * BLOCK), folder / "system.relay"
+    if not (stock or small):
+        build(file, model, prompt, "--skip-tokenizer-init", "--max-model-len", "512")
+    given = {"model": str(model), "warmup": warmup, "steps": steps, "seed": seed, "stock": stock}
+    given |= {"system_kv": [str(file)] if file.exists() else [], "prompt": prompt, "small": small}
     result, log = folder / "result.json", folder / "log"
     with log.open("wb") as output:
         done = subprocess.run(
@@ -77,8 +99,8 @@ def measure(
             env=environment(
                 VLLM_ENABLE_V1_MULTIPROCESSING="0",
                 OMP_NUM_THREADS="1",
-                # oneDNN keeps what it has made for the last sizes of a batch, 1024 of them: with
-                # these steps it has grown by 60 MB when that many were seen, with relay or without.
+                # oneDNN keeps what it made for the last batch sizes, 1024 by default: until so many
+                # were seen the process grows by 60 MB, with relay or without.
                 ONEDNN_PRIMITIVE_CACHE_CAPACITY="16",
             ),
             stdout=output,
@@ -119,8 +141,6 @@ class Load:
         return steps
 
     def _change(self) -> None:
-        from vllm import SamplingParams
-
         rng = self.rng
         if rng.random() < 0.02:
             self.prefixes[rng.randrange(4)] = _tokens(rng, BLOCK * rng.randint(1, 4))
@@ -147,8 +167,6 @@ class Lines(logging.Handler):
 
 
 def _read() -> dict[str, int]:
-    from prometheus_client import REGISTRY
-
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -160,45 +178,44 @@ def _read() -> dict[str, int]:
     }
 
 
-def _plant_list(kept: list[Any]) -> None:
-    """A planner that remembers every step."""
-    from vllm_relay.sharing.planner import Planner
+_kept: list[Any] = []
 
+
+@contextmanager
+def _remembered_steps() -> Iterator[None]:
+    """A planner that keeps something of every step."""
     stock = Planner.plan
 
     def plan(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kept.append(bytearray(os.urandom(4096)))
+        _kept.append(os.urandom(4096))
         return stock(self, *args, **kwargs)
 
-    Planner.plan = plan  # type: ignore[method-assign]
+    with mock.patch.object(Planner, "plan", plan):
+        yield
 
 
-def _plant_copies(kept: list[Any]) -> None:
-    """Packed segments that are held after they were dropped."""
-    from vllm_relay.backend.packed_cache import Segment
-
+@contextmanager
+def _held_segments() -> Iterator[None]:
+    """Packed segments that stay when they are dropped."""
     stock = Segment.layer
 
     def layer(self: Any, *args: Any) -> Any:
         found = stock(self, *args)
-        if not any(found is one for one in kept[-20:]):
-            kept.append(found)
+        _kept.append(found)
         return found
 
-    Segment.layer = layer  # type: ignore[method-assign]
+    with mock.patch.object(Segment, "layer", layer):
+        yield
 
 
-PLANTS = {"list": _plant_list, "copies": _plant_copies}
+LEAKS = {"held segments": _held_segments, "remembered steps": _remembered_steps}
 
 
 def _engine(given: dict[str, Any]) -> Any:
-    from vllm import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
-
     relay = {
         "attention_backend": "relay",
         "additional_config": {
-            "relay": {"min_saved_tokens": 0, "system_kv": [given["system_kv"]]},
+            "relay": {"min_saved_tokens": 0, "system_kv": given["system_kv"]},
         },
     }
     arguments = EngineArgs(
@@ -212,41 +229,55 @@ def _engine(given: dict[str, Any]) -> Any:
         enable_prefix_caching=True,
         disable_log_stats=False,
         distributed_executor_backend="uni",
-        **({} if given["plant"] == "stock" else relay),
+        **({} if given["stock"] else relay),
     )
     return LLMEngine.from_engine_args(arguments)
 
 
-def _run(given: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    lines, kept = Lines(), list[Any]()
-    if given["plant"] in PLANTS:
-        PLANTS[given["plant"]](kept)
-    engine = _engine(given)
-    load, done = Load(engine, Random(given["seed"]), given["prompt"]), 0
-    while done < given["warmup"]:
+def _rounds(load: Load, steps: int) -> int:
+    done = 0
+    while done < steps:
         done += load.round()
-    from vllm_relay import metrics
+    return done
 
+
+def _run(given: dict[str, Any]) -> dict[str, Any]:
+    lines = Lines()
+    costs = Constants.costs
+
+    def with_free_copies(self: Constants, *shape: Any) -> Costs:
+        return replace(costs(self, *shape), copy=0.0)  # short prefixes are packed, too
+
+    with mock.patch.object(Constants, "costs", with_free_copies):
+        load = Load(_engine(given), Random(given["seed"]), given["prompt"])
+    warmup = _rounds(load, given["warmup"])
     before, counted = _read(), metrics.counters()
     metrics.logger.addHandler(lines)
-    started, steps = time.monotonic(), 0
-    while steps < given["steps"]:
-        steps += load.round()
-        print(steps, _read(), flush=True)
+    started = time.monotonic()
+    steps = _rounds(load, given["steps"])
     after, found = _read(), metrics.counters()
-    yield from {
-        "warmup": done,
+    names = ("fds", "threads", "series")
+    row = {
+        "warmup": warmup,
         "steps": steps,
         "requests": load.made,
         "relayed": found["steps_relayed"] - counted["steps_relayed"],
         "fallbacks": found["fallbacks"],
         "rss_growth_bytes": after["rss"] - before["rss"],
-        **{name: after[name] for name in ("fds", "threads", "series")},
-        **{f"{name}_more": after[name] - before[name] for name in ("fds", "threads", "series")},
+        **{name: after[name] for name in names},
+        **{f"{name}_more": after[name] - before[name] for name in names},
         "log_lines": lines.count,
         "measured_s": round(time.monotonic() - started),
-    }.items()
+    }
+    if given["small"]:
+        row["leaks"] = {}
+        for name, leak in LEAKS.items():
+            with leak():
+                before = _read()
+                _rounds(load, given["steps"])
+                row["leaks"][name] = _read()["rss"] - before["rss"]
+    return row
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(dict(_run(json.loads(sys.argv[1])))))
+    Path(sys.argv[2]).write_text(json.dumps(_run(json.loads(sys.argv[1]))))

@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -88,3 +90,22 @@ def test_a_command_of_a_command_ends_with_the_first(monkeypatch: pytest.MonkeyPa
     with lifetime.ended_in_order():
         assert os.environ[lifetime.COMMAND] == "1"
     assert os.environ[lifetime.COMMAND] == "1"
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)]
+)
+def test_a_signal_that_gets_lost_is_raised_again(
+    number: signal.Signals, raised: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifetime, "AGAIN", 0.1)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = [signal.getsignal(x) for x in (signal.SIGTERM, signal.SIGALRM)]
+    with pytest.raises(raised), lifetime.ended_in_order():
+        with suppress(BaseException):
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        time.sleep(60)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    assert [signal.getsignal(x) for x in (signal.SIGTERM, signal.SIGALRM)] == before
+    signal.signal(signal.SIGINT, handler)
