@@ -47,7 +47,7 @@ from benchmarks.harness import random_model
 from tests.engine.engine import SMOLLM2, environment
 from vllm_relay import lifetime
 from vllm_relay.serving.processes import beside_python, free_port
-from vllm_relay.sharing.cost_store import load
+from vllm_relay.sharing.cost_store import SHIPPED, load
 from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
 
 # Kind -> kills per chunk; chunk i is of kind i modulo their number.
@@ -95,6 +95,8 @@ def kill(
 
 @dataclass
 class Counts:
+    """A slot's columns, and its failures in words."""
+
     kills: int = 0
     kills_of_servers: int = 0
     whole: int = 0
@@ -184,7 +186,7 @@ class Slot:
             for path in (self.folder, self.temporary, Path(folder) / "cache"):
                 path.mkdir()
             if self.kind != "bench":
-                shutil.copy(_devices(), self.devices)
+                shutil.copy(SHIPPED, self.devices)
             if self.kind == "serve":
                 shutil.copy(_system_kv(), self.target)
             deck: list[str] = []
@@ -227,7 +229,8 @@ class Slot:
 
     def _kill(self, way: str, with_file: bool) -> None:
         rng, counts = self.rng, self.counts
-        command, port = self._command(with_file, port := free_port()), port
+        port = free_port()
+        command = self._command(with_file, port)
         if way == "fsize":  # from no byte to more than any file has, in units of 512 bytes
             blocks = rng.choice([0, int(2 ** rng.uniform(0, 14))])
             command = ["sh", "-c", f'ulimit -f {blocks}; exec "$@"', "sh", *command]
@@ -382,13 +385,6 @@ def _prompt() -> Path:
     path = _scratch() / "prompt.txt"
     path.write_text(PROMPT)
     return path
-
-
-@cache
-def _devices() -> Path:
-    from vllm_relay.sharing.cost_store import SHIPPED
-
-    return SHIPPED
 
 
 @cache
