@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -247,9 +248,9 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     if path.exists() and not path.is_file():
         raise OSError(f"{path}: is not a file")
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
-        draft.touch()
+        draft.touch(exist_ok=False)  # which follows no link
     except OSError as error:
         raise OSError(f"{path}: {error.strerror}") from None
     try:

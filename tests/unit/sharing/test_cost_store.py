@@ -198,3 +198,16 @@ def test_where_the_users_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_json_is_what_people_can_read(own_file: Path) -> None:
     save([HERE], own_file)
     assert json.loads(own_file.read_text())[0]["stock"]["call"] == 1e-6
+
+
+def test_a_link_in_the_place_of_the_draft_is_not_followed(
+    own_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    monkeypatch.setattr(cost_store.secrets, "token_hex", lambda _: "1")
+    own_file.parent.mkdir(parents=True, exist_ok=True)
+    own_file.with_name(f"{own_file.name}.1").symlink_to(victim)
+    with pytest.raises(OSError, match="File exists"):
+        save([HERE], own_file)
+    assert victim.read_text() == "mine"
