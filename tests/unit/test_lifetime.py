@@ -35,6 +35,7 @@ time.sleep(600)
 # `vllm-relay build` whose engine computes for ever.
 BUILD = """
 import sys, time
+from types import SimpleNamespace
 import vllm_relay.cli.system_kv as command
 from vllm_relay.system_kv import build
 
@@ -46,7 +47,8 @@ class Builder:
         print("ready", flush=True)
         time.sleep(600)
 
-command.read_engine_args, build.Builder = lambda *_: None, Builder
+engine_args = SimpleNamespace(distributed_executor_backend=None)
+command.read_engine_args, build.Builder = lambda *_: engine_args, Builder
 from vllm_relay.cli import main
 main()
 """
