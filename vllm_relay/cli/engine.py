@@ -18,7 +18,8 @@ _ERROR = re.compile(r"^[\w.]*(?:Error|Exception)\b.*$", re.MULTILINE)
 @contextmanager
 def errors_of_the_engine(engine_args: Any) -> Iterator[None]:
     """Raises what vLLM's processes logged as the cause of a failed start, not "see above"."""
-    given = "VLLM_LOGGING_CONFIG_PATH" in os.environ  # the log is the caller's
+    names = ("VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
+    given = any(name in os.environ for name in names)  # the log is the caller's
     if given or engine_args.distributed_executor_backend not in (None, "mp", "uni"):
         yield  # processes of other machines do not see the files
         return

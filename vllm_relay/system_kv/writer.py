@@ -6,6 +6,7 @@ tokens of a layer in one call; so nothing here knows the block layout.
 
 import logging
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,8 +20,8 @@ from vllm_relay.system_kv.placement import Placement
 
 # A parameter's bytes in rows; its 8-byte words are added up by row and by column.
 _ROW_BYTES = 1 << 15
-# A digest, and objects that are compared by identity.
-_Fingerprint = tuple[bytes, list[Any]]
+# A digest, and references to objects.
+_Fingerprint = tuple[bytes, list[weakref.ref[Any] | None]]
 
 
 class Writer:
@@ -169,8 +170,11 @@ def _fingerprint() -> _Fingerprint:
     total = blake3.blake3()
     for parameter in model.parameters():
         content = parameter.detach().contiguous().flatten().view(torch.uint8)
+        if content.storage_offset() % 8:
+            content = content.clone()  # words are aligned
         whole = content.numel() // _ROW_BYTES * _ROW_BYTES
         rows = content[:whole].view(torch.int64).view(-1, _ROW_BYTES // 8)
         for part in (rows.sum(1), rows.sum(0), content[whole:]):
             total.update(part.cpu().view(torch.uint8).numpy().data)
-    return total.digest(), [vars(module).get("cpu_linear") for module in model.modules()]
+    functions = [vars(module).get("cpu_linear") for module in model.modules()]
+    return total.digest(), [f and weakref.ref(f) for f in functions]

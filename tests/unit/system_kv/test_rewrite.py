@@ -1,5 +1,6 @@
 """A failure while system KVs are written again gives them up; the engine goes on."""
 
+import weakref
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,36 @@ from vllm_relay.system_kv import writer
 from vllm_relay.system_kv.writer import Writer
 
 
+def _model(layer: torch.nn.Module, monkeypatch: Any) -> None:
+    runner = SimpleNamespace(get_model=lambda: layer)
+    monkeypatch.setattr(compat, "worker", lambda: SimpleNamespace(model_runner=runner))
+
+
+def test_weights_that_were_replaced_are_seen_and_not_kept(monkeypatch: Any) -> None:
+    layer = torch.nn.Module()
+    _model(layer, monkeypatch)
+
+    def load() -> weakref.ref[Any]:
+        packed = torch.zeros(3)
+        layer.cpu_linear = lambda x: x @ packed
+        return weakref.ref(packed)
+
+    first = load()
+    before = writer._fingerprint()
+    assert writer._fingerprint() == before
+    load()
+    assert first() is None and writer._fingerprint() != before
+
+
+def test_weights_that_begin_anywhere_in_their_storage(monkeypatch: Any) -> None:
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.zeros(40_001).bfloat16()[1:], requires_grad=False)
+    _model(layer, monkeypatch)
+    before = writer._fingerprint()
+    layer.weight.data[-1] = 1
+    assert writer._fingerprint() != before
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("shape", [(3,), (300, 512), (7, 40961)], ids=str)
 def test_one_changed_weight_is_seen(
@@ -19,8 +50,7 @@ def test_one_changed_weight_is_seen(
 ) -> None:
     layer = torch.nn.Module()
     layer.weight = torch.nn.Parameter(torch.randn(shape).to(dtype), requires_grad=False)
-    runner = SimpleNamespace(get_model=lambda: layer)
-    monkeypatch.setattr(compat, "worker", lambda: SimpleNamespace(model_runner=runner))
+    _model(layer, monkeypatch)
     before = writer._fingerprint()
     assert writer._fingerprint() == before
     flat = layer.weight.data.flatten()
