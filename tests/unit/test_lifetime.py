@@ -13,6 +13,7 @@ import pytest
 from tests.engine.engine import environment
 from tests.unit.system_kv.files import time_limit
 from vllm_relay import lifetime
+from vllm_relay.system_kv.build import scratch_folder
 
 # A command and, in the way of vLLM's engine, a process of a process of it.
 COMMAND = """
@@ -83,10 +84,60 @@ def test_a_build_that_is_told_to_end_leaves_no_kv(tmp_path: Path) -> None:
     assert not list((tmp_path / "out").iterdir())
 
 
+def test_a_forked_process_of_a_killed_command_ends() -> None:
+    forked = """
+import os, time
+from vllm_relay.lifetime import ended_in_order
+with ended_in_order():
+    if os.fork() == 0:
+        print("ready", flush=True)
+    time.sleep(600)
+"""
+    command = start(forked)
+    command.kill()
+    command.wait()
+    assert command.stdout is not None
+    with time_limit(60):
+        assert command.stdout.read() == ""
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_variable_that_outlived_its_command_ends_nothing(here: bool) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    namespace = lifetime._namespace() if here else "pid:[1]"
+    command = f"{ended.pid} {namespace} 1"
+    child = "import sys, time, vllm_relay; vllm_relay.register_name(); time.sleep(3); print(1)"
+    parent = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {child!r}]))"
+    env = environment(**{lifetime.COMMAND: command})
+    done = subprocess.run(
+        [sys.executable, "-c", parent], env=env, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "1\n")
+
+
+def test_a_removal_that_takes_long_is_not_cut_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifetime, "AGAIN", 0.05)
+    unlink = Path.unlink
+
+    def slowly(path: Path) -> None:
+        time.sleep(0.1)
+        unlink(path)
+
+    monkeypatch.setattr(Path, "unlink", slowly)
+    with pytest.raises(SystemExit), lifetime.ended_in_order(), scratch_folder(tmp_path) as folder:
+        for name in "abc":
+            (folder / name).write_text("KV")
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_command_of_a_command_ends_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(lifetime.COMMAND, raising=False)
     with lifetime.ended_in_order():
-        assert os.environ[lifetime.COMMAND] == str(os.getpid())
+        assert os.environ[lifetime.COMMAND] == lifetime._name(os.getpid())
     assert lifetime.COMMAND not in os.environ
     monkeypatch.setenv(lifetime.COMMAND, "1")
     with lifetime.ended_in_order():

@@ -239,6 +239,8 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
             self.planner.packed.clear()  # writes of this step may have gone unseen
         if self._fallback.off:
             self.planner = None
+            for impl in self._impls:
+                impl.packed = None  # nor are system KVs packed again
             self._relay(False)
 
     def build_for_drafting(

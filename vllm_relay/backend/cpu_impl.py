@@ -165,7 +165,9 @@ class RelayImpl(CPUAttentionBackendImpl):
                 if step.scrubbed is self:
                     own = torch.empty_like(output)
                     super().forward(layer, query, key, value, kv_cache, attn_metadata, own)
-                    self._scrub(layer, kv_cache, step, output, own)
+                    assert attn_metadata is not None
+                    tokens = attn_metadata.num_actual_tokens
+                    self._scrub(layer, kv_cache, step, output[:tokens], own[:tokens])
                 return output
             except Exception as error:
                 assert self.failed is not None and isinstance(attn_metadata, RelayMetadata)

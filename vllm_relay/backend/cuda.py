@@ -172,7 +172,7 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
             plan = self._plan_step(common) if self._wanted() else None
             return RelayMetadata(**vars(metadata), plan=plan) if self.shared else metadata
         except Exception as error:
-            if self._graphs_need_plans:
+            if self._must_plan:
                 raise
             self.planned = self.shared = False
             self.failed("planning", error)
@@ -182,6 +182,12 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
     def _graphs_need_plans(self) -> bool:
         """True if the only graphs have relay in them: what they replay is the plan."""
         return self.use_full_cuda_graph and not graphs.have_both
+
+    @property
+    def _must_plan(self) -> bool:
+        """True if no step can be left unplanned: ranks that reduce together replay one graph."""
+        ranks = self.vllm_config.parallel_config.tensor_parallel_size
+        return self._graphs_need_plans or (self.use_full_cuda_graph and ranks > 1)
 
     def _wanted(self) -> bool:
         """True if this step is planned."""
@@ -193,7 +199,7 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
     def failed(self, doing: str, error: Exception) -> None:
         """Leave what failed to vLLM's own attention, and all steps after several failures."""
         self._fallback.failed(doing, error)
-        self._active = not self._fallback.off or self._graphs_need_plans
+        self._active = not self._fallback.off or self._must_plan
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata

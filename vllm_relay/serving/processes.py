@@ -17,6 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from vllm_relay.lifetime import unwind
+
 Report = Callable[[str], None]
 # No usage statistics of measurements; no colours in logs that programs read.
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_COLOR": "0"}
@@ -118,6 +120,7 @@ class Process:
 
     def stop(self) -> None:
         """SIGINT to the child, which ends its workers; then SIGTERM and SIGKILL to its group."""
+        unwind()
         try:
             self._child.send_signal(signal.SIGINT)
             self._wait_group(GRACE[0])

@@ -15,7 +15,7 @@ from vllm_relay import compat, metrics
 from vllm_relay.config import CONNECTOR, CONNECTOR_MODULE, RelayConfig, SystemKVConfig
 from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
 from vllm_relay.system_kv.identity import differences, identify, other_engine
-from vllm_relay.validation import Text, checked, parse_json
+from vllm_relay.validation import parse_json
 
 # Entry of the connector's extra config, made here: [path, seal, salt] of each file to load.
 ADMITTED = "admitted"
@@ -129,7 +129,7 @@ def admit(vllm_config: Any, chat_template: str | None) -> None:
                 # Workers hash what they write once more: between here and there the tensors may
                 # change, and the seal guards the header only.
                 file.verify()
-            except SystemKVError as error:
+            except (SystemKVError, MemoryError, RuntimeError) as error:
                 if settings.errors == "stop":
                     raise
                 metrics.say_once(f"system KV not loaded: {error}", logging.WARNING)
@@ -138,7 +138,14 @@ def admit(vllm_config: Any, chat_template: str | None) -> None:
         extra[ADMITTED] = admitted
 
 
-def _read_salts(settings: SystemKVConfig) -> dict[str, str]:
+class Salt(str):
+    """A ``cache_salt``; logs of a configuration do not show it."""
+
+    def __repr__(self) -> str:
+        return "'...'"
+
+
+def _read_salts(settings: SystemKVConfig) -> dict[str, Salt]:
     """``cache_salt`` by path, as in ``settings.files``.
 
     Raises:
@@ -148,16 +155,17 @@ def _read_salts(settings: SystemKVConfig) -> dict[str, str]:
         return {}
     where = f"system_kv.salts {settings.salts}: "
     try:
-        salts = checked(
-            dict[str, Text], parse_json(Path(settings.salts).read_bytes(), where), where
-        )
+        salts = parse_json(Path(settings.salts).read_bytes(), where)
     except OSError as error:
         raise SystemKVError(f"{where}{error.strerror or error}") from None
     except ValueError as error:
         raise SystemKVError(str(error)) from None
+    if not isinstance(salts, dict) or not all(isinstance(x, str) and x for x in salts.values()):
+        # Without what is there: it is secret.
+        raise SystemKVError(f"{where}must be an object of texts, none empty, by system-KV file")
     if unknown := sorted(salts.keys() - set(settings.files)):
         raise SystemKVError(f"{where}{unknown[0]} is not one of system_kv.files")
-    return salts
+    return {path: Salt(salt) for path, salt in salts.items()}
 
 
 def _unusable(vllm_config: Any) -> str | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from vllm_relay import lifetime
 from vllm_relay.config import CAPTURE_CONNECTOR
 from vllm_relay.system_kv import capture
 from vllm_relay.system_kv.file import SystemKVError, SystemKVFile, write_file
@@ -252,7 +253,17 @@ def scratch_folder(where: Path) -> Iterator[Path]:
             os.rename(folder / "unlocked", folder / "lock")
             yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        lifetime.unwind()
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a scratch folder, its lock last: without it a build would not know the rest."""
+    for path in folder.iterdir():
+        if path.name != "lock":
+            with suppress(OSError):
+                path.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_left(folder: Path) -> None:
@@ -263,7 +274,7 @@ def _remove_left(folder: Path) -> None:
     lock = os.open(folder / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
     finally:
         os.close(lock)
 

@@ -226,7 +226,10 @@ class SystemKVFile:
 
     def _tensor(self, name: str) -> torch.Tensor:
         # Read, not mapped: a file that is truncated meanwhile would end the process by SIGBUS.
-        tensor = torch.empty(self._shapes[name], dtype=getattr(torch, self.manifest.dtype))
+        try:
+            tensor = torch.empty(self._shapes[name], dtype=getattr(torch, self.manifest.dtype))
+        except RuntimeError:  # a sparse file may claim more than there is memory
+            raise SystemKVError(f"{self.path}: no memory for tensor {name}") from None
         data = tensor.view(torch.uint8).flatten().numpy().data
         at, done = self._offsets[name], 0
         try:

@@ -89,7 +89,7 @@ class Manifest(Identity):
 
     name: Line
     kind: Kind
-    token_ids: tuple[TokenId, ...]
+    token_ids: Annotated[tuple[TokenId, ...], Field(min_length=1)]
     text: StrictStr | None
     layers: tuple[Layer, ...]
     engine: Mapping[Line, Line]

@@ -49,7 +49,11 @@ class Writer:
         """Write the blocks the first time, and note the weights that they were computed with."""
         if self._weights is None:
             self.write()
-            self._weights = _fingerprint()
+            try:
+                self._weights = _fingerprint()
+            except Exception as error:  # only resets need it, which then release the blocks
+                metrics.say_once(f"weights cannot be compared after a reset: {error}")
+                self._weights = b"", []
 
     def write(self) -> None:
         """Write every file's full blocks. Raises SystemKVError for a damaged file."""
@@ -161,7 +165,7 @@ def _check_shape(file: SystemKVFile, layer: Any, wanted: Layer) -> None:
 
 
 def _fingerprint() -> _Fingerprint:
-    """Sums over all of this worker's weights: they differ after any element has changed.
+    """Sums over all of this worker's parameters: a change of any one element changes them.
 
     vLLM's CPU engine packs the weights of most linear layers into a function, ``cpu_linear``, and
     empties their parameters; new weights come with a new function.

@@ -66,7 +66,23 @@ def test_where_all_graphs_read_the_plan_its_failure_is_an_error(
     with pytest.raises(RuntimeError, match="memory"):
         bench.build(STEP)
     monkeypatch.setattr(graphs, "have_both", True)
-    assert not isinstance(bench.build(STEP), cuda.RelayMetadata)
+    # Ranks of a tensor-parallel group must not replay different graphs.
+    parallel = bench.builder.vllm_config.parallel_config
+    monkeypatch.setattr(parallel, "tensor_parallel_size", 2)
+    with pytest.raises(RuntimeError, match="memory"):
+        bench.build(STEP)
+    for _ in range(MOST_FAILURES):
+        bench.builder.failed("attention", RuntimeError("eager"))
+    with pytest.raises(RuntimeError, match="memory"):
+        _build_often(bench)
+    monkeypatch.setattr(parallel, "tensor_parallel_size", 1)
+    _build_often(bench)
+
+
+def _build_often(bench: Bench) -> None:
+    """Build steps until one of them is due to be planned."""
+    for _ in range(20):
+        assert not isinstance(bench.build(STEP), cuda.RelayMetadata)
 
 
 def _agree(rank: int, folder: str, results: Any) -> None:

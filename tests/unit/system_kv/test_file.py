@@ -305,6 +305,14 @@ print(keys.float().sum() + values.float().sum())
     assert done.returncode == 0
 
 
+def test_a_tensor_larger_than_the_memory_is_an_error(tmp_path: Path) -> None:
+    file = SystemKVFile(write_small(tmp_path))
+    keys, _ = tensor_names(LAYERS[0].name)
+    file._shapes[keys] = (2**50, 1, 1)
+    with pytest.raises(SystemKVError, match=f"no memory for tensor {keys}$"):
+        file.tensors(LAYERS[0].name)
+
+
 def test_writing_to_a_tensor_does_not_reach_the_file(tmp_path: Path) -> None:
     path = write_small(tmp_path)
     file = SystemKVFile(path)
