@@ -1,13 +1,10 @@
 """A file that does not fit stops the start with one line that says what differs."""
 
 import json
-import os
 import random
 import re
 import shutil
-import signal
 import subprocess
-import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +16,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from benchmarks.harness.environment import OFFLINE
-from benchmarks.harness.random_model import write_random_model
 from tests.engine.engine import SMOLLM2, environment
-from tests.engine.system_kv import relay_command, run_relay
+from tests.engine.system_kv import run_relay
 from vllm_relay import register
 from vllm_relay.serving.processes import beside_python, serving
 from vllm_relay.system_kv import identity
@@ -402,48 +398,3 @@ def test_a_server_told_to_skip_starts_without_the_bad_file_and_with_the_good_one
     assert hits == ["2.0"]
     assert re.search(rf"vllm:relay_system_kv_blocks{{[^}}]*{label}}} [\d.]+", metrics)
     assert "bakery" not in metrics
-
-
-def test_a_build_killed_at_any_moment_leaves_the_old_file_or_none(tmp_path: Path) -> None:
-    model = write_random_model(tmp_path / "model", 4, 2, 64)
-    (tmp_path / "ids.json").write_text(json.dumps(list(range(3, 1500))))
-    options = ("--token-ids", tmp_path / "ids.json", "--skip-tokenizer-init", *SMALL)
-    # one is built over an old file, the other where there is none
-    outputs = [tmp_path / name / "acme.relay" for name in ("old", "none")]
-
-    def start(core: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            relay_command("build", "--model", model, *options, "-o", outputs[core]),
-            env=environment(VLLM_CPU_OMP_THREADS_BIND=str(core)),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-
-    started = time.monotonic()
-    assert start(0).wait(timeout=300) == 0
-    whole = time.monotonic() - started
-    rng = random.Random(3)
-    for _ in range(3):
-        before = [path.read_bytes() if path.exists() else None for path in outputs]
-        moments = [rng.uniform(0.0, 1.1) * whole for _ in outputs]
-        started = time.monotonic()
-        builds = [start(0), start(1)]
-        for core in sorted((0, 1), key=moments.__getitem__):
-            time.sleep(max(0.0, started + moments[core] - time.monotonic()))
-            os.killpg(builds[core].pid, signal.SIGKILL)
-            builds[core].wait()
-        for output, old in zip(outputs, before, strict=True):
-            new = output.read_bytes() if output.exists() else None
-            if new != old:  # it had finished: then the file is whole
-                SystemKVFile(output).verify()
-            left = {p.name for p in output.parent.glob("*")}
-            scratch = {p.name for p in output.parent.glob(".vllm-relay-build-*")}
-            assert left - scratch <= {output.name}
-        if outputs[1].exists():
-            outputs[1].unlink()
-    # what the killed ones left is gone after one that was not
-    assert any(outputs[0].parent.glob(".vllm-relay-build-*"))
-    assert start(0).wait(timeout=300) == 0
-    SystemKVFile(outputs[0]).verify()
-    assert [p.name for p in outputs[0].parent.iterdir()] == [outputs[0].name]
