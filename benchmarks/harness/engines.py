@@ -221,6 +221,9 @@ def engines(
             files = list(map(str, built))
         # Imported once, not by several threads; and before CUDA is queried, which it configures.
         import vllm.entrypoints.llm  # noqa: F401
+        from vllm.plugins import load_general_plugins
+
+        load_general_plugins()  # a second thread would not wait until the first has loaded them
 
         share = memory_share(len(keys))
         stack.callback(close, started)

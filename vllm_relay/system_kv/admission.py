@@ -205,5 +205,5 @@ def open_admitted(
         if file.seal != seal:
             raise SystemKVError(f"{path}: was replaced while the engine started")
         files.append(file)
-        salts.append(salt)
+        salts.append(salt and str(salt))  # not a `Salt`: vLLM hashes what its pickle holds
     return files, salts

@@ -180,5 +180,10 @@ def _fingerprint() -> _Fingerprint:
         rows = content[:whole].view(torch.int64).view(-1, _ROW_BYTES // 8)
         for part in (rows.sum(1), rows.sum(0), content[whole:]):
             total.update(part.cpu().view(torch.uint8).numpy().data)
-    functions = [vars(module).get("cpu_linear") for module in model.modules()]
+    functions = []
+    for name, module in model.named_modules():
+        functions.append(vars(module).get("cpu_linear"))
+        emptied = "weight" in module._parameters and module._parameters["weight"] is None
+        if emptied and hasattr(module, "quant_method") and functions[-1] is None:
+            raise RuntimeError(f"{name} keeps its weights where they cannot be read")  # CPU int8
     return total.digest(), [f and weakref.ref(f) for f in functions]

@@ -43,6 +43,14 @@ def test_weights_that_begin_anywhere_in_their_storage(monkeypatch: Any) -> None:
     assert writer._fingerprint() != before
 
 
+def test_weights_that_cannot_be_read_are_not_taken_for_the_same(monkeypatch: Any) -> None:
+    layer, model = torch.nn.Linear(2, 2), torch.nn.Module()
+    layer.quant_method, layer.weight, model.mlp = object(), None, layer  # as an int8 layer's
+    _model(model, monkeypatch)
+    with pytest.raises(RuntimeError, match=r"^mlp keeps its weights where they cannot be read$"):
+        writer._fingerprint()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("shape", [(3,), (300, 512), (7, 40961)], ids=str)
 def test_one_changed_weight_is_seen(
