@@ -10,7 +10,7 @@ SPEC: ``model``, ``vocabulary``; ``backend``; ``watch`` as `in_worker.WorkerExte
 for not at all. If any: ``engine`` (more arguments of `vllm.LLM`), ``waves``, ``steps`` (tokens to
 produce), ``salts`` (three requests of a wave have one), ``lora`` (paths of two adapters, of which
 each names one), ``prefix`` (tokens that half of the prompts begin with), ``resets`` (of the prefix
-cache after every fifth wave, after every fortieth with new weights).
+cache after every fifth wave, after every thirtieth with new weights).
 """
 
 import json
@@ -81,7 +81,7 @@ class Load:
         for i, prompt in enumerate(prompts):
             self.engine.add_request(f"{index}-{i}", self._request(prompt, i), params, **self._of(i))
         done: dict[str, Any] = {}
-        aborted = [f"{index}-{i}" for i in (1, 5)] if index % 3 == 2 else []
+        aborted = [f"{index}-{i}" for i in (1, 2, 5)] if index % 3 == 2 else []
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 done[output.request_id] = output.outputs[0]
@@ -113,8 +113,8 @@ class Load:
         """Resets of the prefix cache, some of them with new weights."""
         if not self.spec.get("resets") or index % 5 != 4:
             return
-        if index % 40 == 39:
-            self.llm.collective_rpc("scale_weights", args=(1.1 if index % 80 == 39 else 0.9,))
+        if index % 30 == 29:
+            self.llm.collective_rpc("scale_weights", args=(1.1 if index % 60 == 29 else 0.9,))
             self.happened["reloads"] += 1
         assert self.llm.reset_prefix_cache()
         self.happened["resets"] += 1

@@ -68,10 +68,13 @@ def test_a_sample_of_the_differential_soak() -> None:
 
 def test_differences_are_found() -> None:
     ours = [{"a": [(1, -1.0), (2, -1.0)], "b": [(1, -1.0)]}]
-    assert differences(ours, ours) == (0, 3)
+    assert differences(ours, ours) == ([], 3)
     # A tie, from where the answers part; then another log-probability, and a missing answer.
-    assert differences(ours, [{"a": [(9, -1.0), (9, -9.0)], "b": [(1, -1.0)]}]) == (0, 2)
-    assert differences(ours, [{"a": [(1, -1.0), (2, -1.1)]}]) == (2, 2)
+    assert differences(ours, [{"a": [(9, -1.0), (9, -9.0)], "b": [(1, -1.0)]}]) == ([], 2)
+    assert differences(ours, [{"a": [(1, -1.0), (2, -1.1)]}]) == (
+        ["b has one answer only", "a: token 1 is 2 with -1.0000, stock's 2 with -1.1000"],
+        2,
+    )
 
 
 def test_the_rows_of_the_differential_soak_cover_all_pairs_of_options() -> None:

@@ -9,6 +9,7 @@ answer that is not stock's, a stale read and a fallback are failures.
 """
 
 import json
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from itertools import combinations, product
@@ -25,7 +26,7 @@ from tests.engine.engine import run_engine
 from tests.engine.system_kv import build
 
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 64
-WAVES, STEPS, POOL_TOKENS = 80, 120, 1408
+WAVES, STEPS, POOL_TOKENS = 70, 120, 1408
 PREFIX = np.random.default_rng(11).integers(3, VOCABULARY, size=300).tolist()
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "block_size": (32, 64, 128),
@@ -72,7 +73,9 @@ def compare(row: Mapping[str, Any], waves: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         relay, stock = _runs(row, waves, folder)
-    mismatches, compared = differences(relay["answers"], stock["answers"])
+    wrong, compared = differences(relay["answers"], stock["answers"])
+    for line in wrong:
+        print(f"differential: {line}", file=sys.stderr, flush=True)
     stale = sum(worker["stale"] for worker in relay["watched"])
     counters = relay["counters"][0]
     fallbacks = sum(worker["fallbacks"] for worker in relay["counters"])
@@ -83,10 +86,10 @@ def compare(row: Mapping[str, Any], waves: int) -> dict[str, Any]:
         "steps_relayed": counters["steps_relayed"],
         "packed_reads": sum(worker["reads"] for worker in relay["watched"]),
         "tokens_compared": compared,
-        "mismatches": mismatches,
+        "mismatches": len(wrong),
         "stale": stale,
         "fallbacks": fallbacks,
-        "failures": mismatches + stale + fallbacks + unused,
+        "failures": len(wrong) + stale + fallbacks + unused,
     }
 
 
@@ -128,21 +131,22 @@ def _runs(row: Mapping[str, Any], waves: int, folder: Path) -> list[dict[str, An
     return runs
 
 
-def differences(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[int, int]:
-    """Requests that answer otherwise, and tokens compared.
+def differences(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[list[str], int]:
+    """Requests that answer otherwise, in words, and the number of tokens compared.
 
     Where log-probabilities tie, another token is no difference; the answers part there.
     """
-    wrong = compared = 0
+    wrong: list[str] = []
+    compared = 0
     for wave, other_wave in zip(ours, theirs, strict=True):
-        wrong += len(wave.keys() ^ other_wave.keys())
+        wrong += [f"{name} has one answer only" for name in wave.keys() ^ other_wave.keys()]
         for name in wave.keys() & other_wave.keys():
-            for (token, logprob), (other, expected) in zip(
-                wave[name], other_wave[name], strict=False
-            ):
+            pairs = zip(wave[name], other_wave[name], strict=False)
+            for at, ((token, logprob), (other, expected)) in enumerate(pairs):
                 compared += 1
                 if abs(logprob - expected) > TOLERANCE:
-                    wrong += 1
+                    wrong.append(f"{name}: token {at} is {token} with {logprob:.4f}, "
+                                 f"stock's {other} with {expected:.4f}")  # fmt: skip
                 if token != other or abs(logprob - expected) > TOLERANCE:
                     break
     return wrong, compared

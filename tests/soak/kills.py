@@ -51,8 +51,8 @@ from vllm_relay.sharing.cost_store import SHIPPED, load
 from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
 
 # Kind -> kills per chunk; chunk i is of kind i modulo their number.
-KILLS = {"build": 16, "serve": 5, "calibrate": 7, "bench": 3}
-CHUNKS = 40
+KILLS = {"build": 32, "serve": 6, "calibrate": 4, "bench": 2}
+CHUNKS = 28
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}
 WAYS = (*SIGNALS, "fsize", "read-only", "no-home")
 GONE_S = 30.0
