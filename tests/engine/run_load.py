@@ -82,6 +82,7 @@ class Load:
             self.engine.add_request(f"{index}-{i}", self._request(prompt, i), params, **self._of(i))
         done: dict[str, Any] = {}
         aborted = [f"{index}-{i}" for i in (1, 2, 5)] if index % 3 == 2 else []
+        answers: dict[str, list[tuple[int, float]]] = {name: [] for name in aborted}
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 done[output.request_id] = output.outputs[0]
@@ -89,7 +90,7 @@ class Load:
                 self.engine.abort_request(aborted)
                 self.happened["aborts"] += len(aborted)
                 aborted = []
-        return {
+        return answers | {
             name: [(t, step[t].logprob) for t, step in zip(o.token_ids, o.logprobs, strict=True)]
             for name, o in sorted(done.items())
         }

@@ -26,7 +26,7 @@ from tests.engine.engine import run_engine
 from tests.engine.system_kv import build
 
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 64
-WAVES, STEPS, POOL_TOKENS = 70, 120, 1408
+WAVES, STEPS, POOL_TOKENS = 60, 120, 1408
 PREFIX = np.random.default_rng(11).integers(3, VOCABULARY, size=300).tolist()
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "block_size": (32, 64, 128),
