@@ -3,11 +3,11 @@
     python -m tests.soak [--part NAME] [--chunks FIRST:END]
 
 A chunk whose row is in ``benchmarks/results/soak/PART.csv`` for this revision, that of the package
-and of these tests, is skipped: a run that was ended goes on. The status is 1 if a chunk of this
+and of the part, is skipped: a run that was ended goes on. The status is 1 if a chunk of this
 revision has failures.
 
 A part is a module of this package with ``CHUNKS`` and ``run_chunk(chunk)``, which returns columns
-of its own and ``failures``.
+of its own and ``failures``; other modules of a part begin with its name.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from typing import Any
 from benchmarks.harness.environment import RESULTS
 from benchmarks.harness.result_csv import Row, read, revision, source
 
-# What decides about the results.
-CODE = ("vllm_relay", "tests/soak", "tests/engine")
+# What decides about the results, beside the part's own modules.
+CODE = ("vllm_relay", "tests/engine", "tests/soak/seams.py")
 PARTS = ("copies", "differential", "memory", "failures", "hostile", "kills", "uptime")
 
 
@@ -69,8 +69,9 @@ def main() -> int:
     parser.add_argument("--part", choices=PARTS, help="all parts without it")
     parser.add_argument("--chunks", default=":", help="0:50 is the first fifty; default: all")
     args = parser.parse_args()
-    columns, failures = source() | {"revision": revision(*CODE)}, 0  # of what was loaded
+    provenance, failures = source(), 0
     for name in [args.part] if args.part else PARTS:
+        columns = provenance | {"revision": revision(*CODE, f"tests/soak/{name}*.py")}
         part = importlib.import_module(f"tests.soak.{name}")
         path = RESULTS / "soak" / f"{name}.csv"
         first, _, end = args.chunks.partition(":")

@@ -21,8 +21,8 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
 
-from tests.soak.pool import Pool, Request
-from tests.soak.scenario import BLOCK_SIZE, COLUMNS, Scenario
+from tests.soak.copies_pool import Pool, Request
+from tests.soak.copies_scenario import BLOCK_SIZE, COLUMNS, Scenario
 from tests.unit.backend.cpu_bench import Bench, make_bench
 from vllm_relay.backend import cpu
 from vllm_relay.backend.packed_cache import PackedCache, Segment

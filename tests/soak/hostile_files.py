@@ -14,9 +14,9 @@ from unittest import mock
 import blake3
 import torch
 
-from tests.soak.guard_pages import Guards
+from tests.soak.hostile_guards import Guards
+from tests.soak.hostile_mutants import changed, damaged, text
 from tests.soak.hostile_text import Case, accepted
-from tests.soak.mutants import changed, damaged, text
 from tests.unit.backend.cpu_bench import BLOCK, make_bench
 from tests.unit.system_kv.files import put_together, small_manifest, small_tensors, write
 from vllm_relay.config import CONNECTOR

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.soak.guard_pages import Guards
+from tests.soak.hostile_guards import Guards
 from tests.soak.hostile_text import Case, accepted
 from vllm_relay.ops import context_attention, providers, relay_fusion, system_attention
 from vllm_relay.ops.native import library as native

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.soak.mutants import JUNK, changed, damaged, text
+from tests.soak.hostile_mutants import JUNK, changed, damaged, text
 from vllm_relay.config import RelayConfig
 from vllm_relay.explain.trace import read_trace
 from vllm_relay.sharing import Planner

@@ -34,7 +34,7 @@ def run_chunk(chunk: int) -> dict[str, Any]:
     limit = int((KV_GIB + _STATED_GIB + 1) * 2**30)
     with tempfile.TemporaryDirectory() as name, _cgroup(limit) as group:
         model = write_random_model(Path(name, "model"), 8, 8, 128)
-        script = Path(__file__).with_name("run_memory.py")
+        script = Path(__file__).with_name("memory_run.py")
         command = [sys.executable, str(script), str(model), f"{name}/result.json"]
         log = _run(command, group)
         done = Path(name, "result.json")

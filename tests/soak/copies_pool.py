@@ -12,7 +12,7 @@ from random import Random
 
 import numpy as np
 
-from tests.soak.scenario import BLOCK_SIZE, COLUMNS, MAX_TOKENS, Scenario
+from tests.soak.copies_scenario import BLOCK_SIZE, COLUMNS, MAX_TOKENS, Scenario
 
 
 @dataclass(eq=False)

@@ -43,7 +43,7 @@ def changed(rng: Random, value: Any, junk: tuple[Any, ...] = JUNK) -> Any:
             other, place = rng.choice(nodes)
             holder[key] = copy.deepcopy(other[place])
         case 6 if isinstance(holder, dict):
-            holder[rng.choice(("", "\x1b[2J", "ü\n", key * 2))] = holder.pop(key)
+            holder[rng.choice(("", "\x1b[2J", "ü\n", f"{key}{key}"))] = holder.pop(key)
         case _:
             holder[key] = _nudged(rng, holder[key])
     return root[0]

@@ -1,4 +1,4 @@
-"""A full KV cache and steps of 8,192 tokens: ``run_memory.py MODEL RESULT.json``, see `memory`."""
+"""A full KV cache and steps of 8,192 tokens: ``memory_run.py MODEL RESULT.json``, see `memory`."""
 
 import json
 import sys
