@@ -98,7 +98,7 @@ class Load:
     def _request(self, prompt: list[int], i: int) -> dict[str, Any]:
         if i % 2 and self.spec.get("prefix"):
             prompt = self.spec["prefix"] + prompt
-        salt = {"cache_salt": "a"} if self.spec.get("salts") and i in (0, 1, 4) else {}
+        salt = {"cache_salt": "a"} if self.spec.get("salts") and i in (0, 2, 4) else {}
         return {"prompt_token_ids": prompt, **salt}
 
     def _of(self, i: int) -> dict[str, Any]:
