@@ -51,8 +51,8 @@ from vllm_relay.sharing.cost_store import SHIPPED, load
 from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
 
 # Kind -> kills per chunk; chunk i is of kind i modulo their number.
-KILLS = {"build": 32, "serve": 6, "calibrate": 4, "bench": 2}
-CHUNKS = 28
+KILLS = {"build": 112, "serve": 21, "calibrate": 14, "bench": 7}
+CHUNKS = 8
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}
 WAYS = (*SIGNALS, "fsize", "read-only", "no-home")
 GONE_S = 30.0
