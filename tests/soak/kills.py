@@ -79,7 +79,7 @@ def kill(
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a job in the background passes it on
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with ThreadPoolExecutor(2) as pool:
-        first = _life(kind)
+        first = min(_life(kind) for _ in range(2))  # the first one may read a cold disk
         slots = [Slot(kind, Random(f"{seed}.{i}"), first, ways, core, env)
                  for i, core in enumerate(_cores())]  # fmt: skip
         share = [kills // len(slots) + (i < kills % len(slots)) for i in range(len(slots))]
@@ -245,6 +245,8 @@ class Slot:
         about = f"{way}, {number.name} at {moment:.1f} of {self.life:.1f} s"
         counts.kills += 1
         counts.kills_of_servers += self.kind == "serve"
+        # What an earlier command left cannot be removed from a read-only folder.
+        kept = set(self.folder.iterdir()) if way == "read-only" else set()
         child = Child(command, self._environment(way))
         try:
             ended = child.wait(moment)
@@ -253,11 +255,14 @@ class Slot:
                     number == signal.SIGKILL and self.kind == "serve"
                 )
                 child.signal(number, group)
-            self._check(child, about, port, ended, number == signal.SIGKILL or way == "fsize")
+            hard = number == signal.SIGKILL or way == "fsize"
+            self._check(child, about, port, ended, hard, kept)
         finally:
             child.close()
 
-    def _check(self, child: Child, about: str, port: int, ended: bool, hard: bool) -> None:
+    def _check(
+        self, child: Child, about: str, port: int, ended: bool, hard: bool, kept: set[Path]
+    ) -> None:
         counts, deadline = self.counts, time.monotonic() + GONE_S
         while (alive := child.alive()) and time.monotonic() < deadline:
             child.read()
@@ -274,9 +279,9 @@ class Slot:
             last = (child.text.strip().splitlines() or [""])[-1]
             if child.process.returncode != 1 or not last.startswith("vllm-relay: "):
                 counts.wrong.append(f"{about}: ended with {child.text[-1500:]}")
-        self._check_files(about, hard)
+        self._check_files(about, hard, kept)
 
-    def _check_files(self, about: str, hard: bool) -> None:
+    def _check_files(self, about: str, hard: bool, kept: set[Path]) -> None:
         counts = self.counts
         if self.target.exists():
             try:
@@ -291,7 +296,8 @@ class Slot:
                 counts.wrong.append(f"{about}: devices.json is empty")
         except ValueError as error:
             counts.wrong.append(f"{about}: {error}")
-        left = [path for path in self.folder.iterdir() if path not in (self.target, self.devices)]
+        expected = {self.target, self.devices, *kept}
+        left = [path for path in self.folder.iterdir() if path not in expected]
         left += self.temporary.glob("vllm-relay*")
         if hard:
             left = [
@@ -320,7 +326,7 @@ class Slot:
                 self.counts.wrong.append(f"restart: {child.text[-1500:]}")
             for draft in self.folder.glob("devices.json.*"):
                 draft.unlink()
-            self._check(child, "restart", port, False, False)
+            self._check(child, "restart", port, False, False, set())
         finally:
             child.close()
 
