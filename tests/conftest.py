@@ -1,6 +1,7 @@
 """For all tests: no model hub, no usage reports, and a reason shown where a GPU is missing."""
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -23,6 +24,13 @@ def environment_of_a_file() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def same_random_tensors() -> None:
+    """A test's random tensors do not depend on the tests before it."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
