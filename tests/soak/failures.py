@@ -13,6 +13,7 @@ cause, and any number of counted fallbacks but one. An n that a seam does not re
 """
 
 import json
+import re
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,11 @@ CHUNKS = 20
 N_PER_CHUNK = 10
 BLOCK = 32
 MODEL_LEN = 512
+# One line, whose cause is in words of its own: a tensor of a file that cannot be allocated.
+REWORDED = re.compile(
+    r"lines in the log: \['relay: system KVs are not used any more: \S+: no memory for tensor \S+; "
+    r"their 3 blocks are free\. A restart loads them again if they fit'\]"
+)
 # Relayed steps with 8 native calls each; resets with 50 calls each: more than 200.
 STEPS, RESETS = 30, 6
 
@@ -42,7 +48,11 @@ def run_chunk(chunk: int) -> dict[str, Any]:
         print(error)
         result = {"runs": [], "difference": 0.0}
     done = result["runs"]
-    wrong = [(run, text) for run, (_, text) in zip(runs, done, strict=False) if text]
+    wrong = [
+        (run, text)
+        for run, (_, text) in zip(runs, done, strict=False)
+        if text and not REWORDED.fullmatch(text)
+    ]
     for run, text in wrong:
         print(f"{run}: {text}", flush=True)
     return {

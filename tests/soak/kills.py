@@ -8,7 +8,9 @@ go on to a signal, too, if the command has not ended by itself.
 
 SIGINT goes to the whole group, as from a terminal. SIGKILL goes to the command alone, but to a
 server's whole group, as from a container's or a service's end: vLLM's own engine outlives a front
-end that is killed alone, with relay and without.
+end that is killed alone, with relay and without. A server that lives 30 s after SIGTERM or SIGINT
+is killed so, too (``killed_later``), as a service manager does: vLLM's front end, ended while it
+waits for the first word of its engine, waits on, with relay and without.
 
 Failures, per kill: the system-KV file is neither whole nor absent; ``devices.json`` is not whole; a
 process of it lives 30 s later, or its port is open; the folder or the temporary folder has a file
@@ -22,6 +24,8 @@ not one line. Per chunk: one more run, undisturbed, does not answer, or leaves m
 import contextlib
 import json
 import os
+import re
+import resource
 import shlex
 import shutil
 import signal
@@ -31,13 +35,12 @@ import sys
 import tempfile
 import time
 import urllib.request
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from random import Random
+from random import Random, SystemRandom
 from typing import Any
 from unittest import mock
 
@@ -56,8 +59,8 @@ CHUNKS = 8
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}
 WAYS = (*SIGNALS, "fsize", "read-only", "no-home")
 GONE_S = 30.0
+RESTART = "restart"
 UNDISTURBED_S = 300.0
-MARK = "RELAY_SOAK_KILL"
 PROMPT = "You are a careful assistant. Answer in one short sentence. " * 25
 OPTIONS = ("--max-model-len", "512", "--max-num-seqs", "4", "--enforce-eager")
 OPTIONS += ("--num-gpu-blocks-override", "64", "--block-size", "32")
@@ -85,7 +88,8 @@ def kill(
         share = [kills // len(slots) + (i < kills % len(slots)) for i in range(len(slots))]
         rows = list(pool.map(Slot.run, slots, share))
     row: dict[str, Any] = {"kind": kind}
-    for key in ("kills", "kills_of_servers", "whole", "absent", "survivors", "leftovers"):
+    for key in ("kills", "kills_of_servers", "killed_later", "whole", "absent", "survivors",
+                "leftovers"):  # fmt: skip
         row[key] = sum(getattr(found, key) for found in rows)
     wrong = [line for found in rows for line in found.wrong]
     for line in wrong:
@@ -99,6 +103,7 @@ class Counts:
 
     kills: int = 0
     kills_of_servers: int = 0
+    killed_later: int = 0
     whole: int = 0
     absent: int = 0
     survivors: int = 0
@@ -110,20 +115,23 @@ class Child:
     """A command in a session of its own, its processes marked, its output in a pipe."""
 
     def __init__(self, command: list[str], env: dict[str, str]) -> None:
-        self.mark = uuid.uuid4().hex
+        self.mark = SystemRandom().randrange(1, 800_000)
         read, write = os.pipe()
         os.set_blocking(read, False)
         self._output, self.text = read, ""
         # Not in a file: the limit on files is not meant for the log.
         self.process = subprocess.Popen(
             command,
-            env={**env, MARK: self.mark},
+            env=env,
             stdin=subprocess.DEVNULL,
             stdout=write,
             stderr=write,
             start_new_session=True,
         )
         os.close(write)
+        # All of its processes inherit this limit, whatever they make of their titles.
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(self.process.pid, resource.RLIMIT_MSGQUEUE, (self.mark, self.mark))
 
     def wait(self, seconds: float) -> bool:
         """True if it has ended within this time."""
@@ -159,12 +167,12 @@ class Child:
         os.close(self._output)
 
 
-def _marked(mark: str) -> Iterator[psutil.Process]:
-    line = f"{MARK}={mark}".encode()
+def _marked(mark: int) -> Iterator[psutil.Process]:
+    line = re.compile(rf"Max msgqueue size +{mark} +{mark} ")
     for process in psutil.process_iter(["status"]):
         with contextlib.suppress(OSError):
             if process.info["status"] != psutil.STATUS_ZOMBIE and (
-                line in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+                line.search(Path(f"/proc/{process.pid}/limits").read_text())
             ):
                 yield process
 
@@ -268,13 +276,19 @@ class Slot:
             child.read()
             time.sleep(0.2)
         child.read()
+        if alive and self.kind == "serve" and about != RESTART:
+            counts.killed_later += 1
+            child.signal(signal.SIGKILL, group=True)
+            time.sleep(1)
+            alive = child.alive()
         if alive:
             counts.survivors += len(alive)
             names = ", ".join(sorted(_name(process) for process in alive))
             counts.wrong.append(f"{about}: {names} live; log: {child.text[-500:]}")
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
-                counts.wrong.append(f"{about}: port {port} is open")
+                users = ", ".join(_users(port))
+                counts.wrong.append(f"{about}: port {port} is open: {users}; {child.text[-300:]}")
         if ended and self.kind != "serve" and child.process.returncode != 0:
             last = (child.text.strip().splitlines() or [""])[-1]
             if child.process.returncode != 1 or not last.startswith("vllm-relay: "):
@@ -321,14 +335,20 @@ class Slot:
                     _ask(child, port)
                     child.signal(signal.SIGTERM, False)
                 except (RuntimeError, OSError, KeyError) as error:
-                    self.counts.wrong.append(f"restart: {error}; log: {child.text[-1500:]}")
+                    self.counts.wrong.append(f"{RESTART}: {error}; log: {child.text[-1500:]}")
             elif not child.wait(UNDISTURBED_S) or child.process.returncode != 0:
-                self.counts.wrong.append(f"restart: {child.text[-1500:]}")
+                self.counts.wrong.append(f"{RESTART}: {child.text[-1500:]}")
             for draft in self.folder.glob("devices.json.*"):
                 draft.unlink()
-            self._check(child, "restart", port, False, False, set())
+            self._check(child, RESTART, port, False, False, set())
         finally:
             child.close()
+
+
+def _users(port: int) -> Iterator[str]:
+    for connection in psutil.net_connections("tcp"):
+        if connection.laddr.port == port and connection.pid:
+            yield _name(psutil.Process(connection.pid))
 
 
 def _name(process: psutil.Process) -> str:
