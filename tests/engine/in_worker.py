@@ -139,13 +139,14 @@ class WorkerExtension:
         _watch()
 
     def watch_steps(self) -> None:
-        """Count levels and query lengths of relayed steps from now on."""
+        """Count levels and query lengths of relayed steps; find the most that is packed."""
         from vllm_relay.backend.cpu import StepPlanner
 
         stock = StepPlanner.plan
 
         def plan(self: Any, common: Any) -> Any:
             step, stats = stock(self, common)
+            _watched["packed_bytes"] = max(_watched.get("packed_bytes", 0), self.packed.nbytes)
             if step is not None:
                 starts = step.plan.context.query_start_loc
                 grouped = step.plan.index[0][starts[:-1]] >= 0

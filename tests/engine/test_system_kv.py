@@ -169,6 +169,21 @@ def test_no_load_evicts_them(model: Path, file: Path, tmp_path: Path) -> None:
     assert answers["cached"] == [5 * BLOCK] * 2
 
 
+def test_weights_that_were_changed_before_the_first_request_release_them(
+    model: Path, file: Path, tmp_path: Path
+) -> None:
+    program = [
+        ["rpc", ["scale_weights", 1.25]],  # and no reset
+        _generate(count=2),
+        ["status", None],
+        ["pool", [1]],
+    ]
+    results, _ = run_program(tmp_path, _engine(model, file), program)
+    assert results[1]["cached"][0] == 0
+    assert results[2][0]["released"] == "the model's weights were changed"
+    assert results[3]["free"] == results[3]["blocks"] - 1
+
+
 def test_reset_sleep_and_wake_keep_them_and_new_weights_do_not(
     model: Path, file: Path, stock: dict[str, Any], tmp_path: Path
 ) -> None:

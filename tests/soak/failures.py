@@ -1,9 +1,9 @@
 """Fail the n-th: one exception in relay, in the real CPU engine.
 
 For n from 1 to 200, an exception is raised at the n-th call of each seam: an allocation, a native
-call, planning, and the writing of a system KV, keeping it packed included. Requests share a system
-KV and a prefix, so that steps are relayed, and the prefix cache is reset, so that the system KV is
-written again. Every run has the same schedule.
+call, planning, the writing of a system KV, keeping it packed included, and what the scheduler asks
+of it. Requests share a system KV and a prefix, so that steps are relayed, and the prefix cache is
+reset, so that the system KV is written again. Every run of a seam has the same schedule.
 
 A failure is an engine that dies, tokens that are not stock vLLM's on the same engine,
 log-probabilities beyond the tolerance of the parity tests, any number of log lines but one with the
@@ -34,8 +34,8 @@ REWORDED = re.compile(
     r"lines in the log: \['relay: system KVs are not used any more: \S+: no memory for tensor \S+; "
     r"their 3 blocks are free\. A restart loads them again if they fit'\]"
 )
-# Relayed steps with 8 native calls each; resets with 50 calls each: more than 200.
-STEPS, RESETS = 30, 6
+# Relayed steps with 8 native calls each; resets with 50 or 13 calls each: more than 200.
+STEPS, RESETS = 30, {"system KV": 6, "scheduler": 16}
 
 
 def run_chunk(chunk: int) -> dict[str, Any]:
@@ -98,7 +98,9 @@ def _setting() -> tuple[Path, dict[str, Any], dict[str, Any]]:
     under_prefix = [prefix + take(7 + i) for i in range(4)]
     long = [[[prefix], 1], [[*under_system, *under_prefix], STEPS]]
     resets = [[[prefix], 1], [under_system, 2]]
-    schedules = {seam: [long] for seam in SEAMS} | {"system KV": [resets] * RESETS}
+    schedules = {seam: [long] for seam in SEAMS} | {
+        seam: [resets] * count for seam, count in RESETS.items()
+    }
     engine = {
         "model": str(model),
         "skip_tokenizer_init": True,

@@ -253,8 +253,9 @@ class Slot:
         about = f"{way}, {number.name} at {moment:.1f} of {self.life:.1f} s"
         counts.kills += 1
         counts.kills_of_servers += self.kind == "serve"
-        # What an earlier command left cannot be removed from a read-only folder.
-        kept = set(self.folder.iterdir()) if way == "read-only" else set()
+        # What an earlier command left is still there if this one does not come far enough, and
+        # cannot be removed from a read-only folder. The undisturbed run removes it.
+        kept = set(self.folder.iterdir())
         child = Child(command, self._environment(way))
         try:
             ended = child.wait(moment)

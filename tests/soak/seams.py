@@ -9,6 +9,7 @@ from unittest import mock
 import numpy as np
 import torch
 
+from vllm_relay import compat
 from vllm_relay.backend import cpu, cpu_impl
 from vllm_relay.backend.packed_cache import PackedCache
 from vllm_relay.ops.native import library as native
@@ -17,6 +18,8 @@ from vllm_relay.ops.step.native import NativeStep
 from vllm_relay.sharing import Planner
 from vllm_relay.system_kv import writer
 from vllm_relay.system_kv.file import SystemKVFile
+from vllm_relay.system_kv.pinned_blocks import PinnedBlocks
+from vllm_relay.system_kv.stats import SystemKVStats
 
 ERRORS = (MemoryError, RuntimeError, ValueError, torch.OutOfMemoryError, OSError)
 
@@ -53,10 +56,15 @@ def _places() -> dict[str, list[tuple[Any, str]]]:
             *_named(PackedCache, "pin unpin"),
             *_named(PackedSegment, "__init__"),
         ],
+        "scheduler": [
+            *_named(PinnedBlocks, "rewritten _register count_hit counts"),
+            *_named(compat, "block_hasher"),
+            *_named(SystemKVStats, "since is_empty"),
+        ],
     }
 
 
-SEAMS = ("allocation", "native call", "planning", "system KV")
+SEAMS = ("allocation", "native call", "planning", "system KV", "scheduler")
 
 
 class Failure:

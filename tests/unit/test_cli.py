@@ -408,3 +408,24 @@ print(done.returncode, done.stderr.decode())
         done = process(script, program, *arguments, cwd=kv)
         status, shown = done.stdout.rstrip("\n").split(" ", 1)
         assert int(status) != 0 and shown == ""
+
+
+# build
+
+
+@pytest.mark.parametrize("output", ["prompt.txt", "./prompt.txt", "linked.txt", "notes.md"])
+def test_a_build_replaces_nothing_but_system_kv_files(kv: Path, output: str) -> None:
+    Path("prompt.txt").write_text("You are Acme's assistant.")
+    Path("notes.md").write_text("precious")
+    Path("linked.txt").symlink_to("prompt.txt")
+    line = refused("build", "--model", "no-model", "--text", "prompt.txt", "-o", output)
+    assert line == f"{Path(output)}: is not a system-KV file; it is not replaced"
+    assert Path("prompt.txt").read_text() == "You are Acme's assistant."
+    assert Path("notes.md").read_text() == "precious"
+
+
+def test_a_build_for_a_folder_looks_at_every_file_there(kv: Path) -> None:
+    for name in ("acme.txt", "other.txt", "other.relay"):
+        Path(name).write_text("text")
+    given = ("--model", "no-model", "--text", "acme.txt", "--text", "other.txt", "-o", ".")
+    assert refused("build", *given) == "other.relay: is not a system-KV file; it is not replaced"

@@ -9,6 +9,7 @@ decodes, drafts to verify, prefills.
 import logging
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -107,7 +108,7 @@ class StepPlanner:
         choice = self._planner.plan(table, lens, queries)
         levels = len(choice.forest.levels)
         heads, head_size = self._layer["heads"], self._layer["head_size"]
-        need = starts[-1] * partial_bytes(levels, heads, head_size)
+        need = int(starts[-1]) * partial_bytes(levels, heads, head_size)
         if not levels or need > self._max_partial_bytes:
             return None, SharingStats(steps=1)
         found = self.packed.of_step(choice, table, self._costs)
@@ -152,9 +153,9 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         if not self._decide(config, vllm_config):
             return None
         served = [impl for impl in self._impls if impl.refusal is None]
-        self._bytes_per_token = sum(
-            2 * impl.num_kv_heads * impl.head_size * dtype.itemsize for impl in served
-        )
+        self._bytes_per_token = _kv_elements(served) * dtype.itemsize
+        every = get_layers_from_vllm_config(vllm_config, Attention).values()
+        of_model = [x.impl for x in every if getattr(x.impl, "refusal", "") is None]
         costs = self._costs_of(served[0], config.min_saved_tokens)
         levels = config.max_levels or LEVELS
         bound = memory_bound(
@@ -162,10 +163,12 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
             self.kv_cache_spec.page_size_bytes * len(self._layers),
             partial_bytes(levels, served[0].num_heads, served[0].head_size),
             config.max_copy_gib,
+            _kv_elements(served) / _kv_elements(of_model),
         )
         metrics.say_once(
-            f"takes at most {bound.total / 2**30:.2f} GiB per worker beside the KV cache: "
-            f"{bound.packed / 2**30:.2f} GiB of packed segments, the rest for partials",
+            f"takes at most {bound.total / 2**30:.2f} GiB per worker beside the KV cache for "
+            f"{len(served)} of {len(of_model)} layers: {bound.packed / 2**30:.2f} GiB of packed "
+            "segments, the rest for partials",
             logging.INFO,
         )
         packed = PackedCache(self._bytes_per_token * block_size, bound.packed)
@@ -273,3 +276,8 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         if found.guessed:
             metrics.say_once(f"{found.source}; `vllm-relay calibrate` measures it")
         return found.costs.with_margin(found.margin)
+
+
+def _kv_elements(impls: Sequence[RelayImpl]) -> int:
+    """Elements of one token's keys and values in some layers."""
+    return sum(2 * impl.num_kv_heads * impl.head_size for impl in impls)

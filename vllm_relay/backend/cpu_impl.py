@@ -136,8 +136,12 @@ class RelayImpl(CPUAttentionBackendImpl):
 
     def forget(self) -> None:
         """Unpin system KVs: their blocks may hold something else from now on."""
-        if self.packed is not None:
+        if self.packed is None or self.failed is None:
+            return
+        try:
             self.packed.unpin()
+        except Exception as error:
+            self.failed("packing", error)  # which forgets all packed segments
 
     def forward_relayed(
         self,
@@ -153,10 +157,12 @@ class RelayImpl(CPUAttentionBackendImpl):
     ) -> torch.Tensor:
         """As vLLM's: query, output ``[T, Hq, D]``, cache ``[blocks, Hkv, block_size, 2 * D]``."""
         step = attn_metadata.relay if isinstance(attn_metadata, RelayMetadata) else None
-        if step is not None and self.refusal is None:
+        scaled = any(x is not None for x in (*args, *kwargs.values()))  # a quantized output
+        if step is not None and self.refusal is None and not scaled:
             try:
-                if query.dtype != kv_cache.dtype:
-                    raise TypeError(f"{query.dtype} queries of a {kv_cache.dtype} KV cache")
+                for name, tensor in (("queries", query), ("outputs", output)):
+                    if tensor.dtype != kv_cache.dtype:
+                        raise TypeError(f"{tensor.dtype} {name} of a {kv_cache.dtype} KV cache")
                 segments = [
                     self.pack(layer, kv_cache, segment).from_token(first * kv_cache.shape[2])
                     for segment, first in step.segments

@@ -87,8 +87,6 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         self._max_tokens = self._max_rows * self._decode_queries
         self._max_seq_len = vllm_config.model_config.max_model_len
         self._levels = self._config.max_levels or LEVELS
-        wanted = self._config.min_saved_tokens
-        self._min_saved_tokens = self._predicted_minimum() if wanted is None else wanted
         wanted = self._config.dense
         self._dense = bool(self._config.system_kv.files) if wanted is None else wanted
         mode = self.compilation_config.cudagraph_mode
@@ -103,9 +101,18 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         self._fallback = Fallback()
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         self._layers = [x for x in layers.values() if isinstance(x.impl, RelayImpl)]
-        self._active = self._decide(vllm_config)
-        if not self._active:
-            return
+        self._active = False
+        try:
+            self._active = self._start(vllm_config)
+        except Exception as error:
+            self._fallback.failed("start", error)
+
+    def _start(self, vllm_config: VllmConfig) -> bool:
+        """True if this builder plans. What is raised here is raised on every rank."""
+        if not self._decide(vllm_config):
+            return False
+        wanted = self._config.min_saved_tokens
+        self._min_saved_tokens = self._predicted_minimum() if wanted is None else wanted
         for layer in self._layers:
             layer.impl.failed = self.failed
         metrics.report_at_exit()
@@ -117,6 +124,7 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         if self._config.overlap and self.device.type == "cuda":
             # Here: no stream may be made while a graph is captured.
             RelayImpl.side = torch.cuda.Stream(self.device)
+        return True
 
     def _decide(self, vllm_config: VllmConfig) -> bool:
         """True if this builder plans; logs why not, and which layers stay on vLLM's path."""

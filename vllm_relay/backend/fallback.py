@@ -27,7 +27,10 @@ class Fallback:
         self._log(f"{doing} failed and is left to vLLM's own attention: {cause}")
         metrics.logger.debug("relay: %s", "".join(traceback.format_exception(error)))
         if self.off:
-            self._log(f"switched off until the engine is restarted, after {self.failures} failures")
+            self._log(
+                "switched off for these layers until the engine is restarted, "
+                f"after {self.failures} failures"
+            )
 
     def _log(self, message: str) -> None:
         if message not in self._logged:

@@ -52,6 +52,18 @@ def _outputs(output: Path, sources: list[Path]) -> list[Path]:
     return paths
 
 
+def _check_replaced(paths: list[Path]) -> None:
+    """Raise ValueError where an output is there and is not a system-KV file: a prompt, say."""
+    if any(path.exists() for path in paths):
+        from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
+
+        for path in filter(Path.exists, paths):
+            try:
+                SystemKVFile(path)
+            except SystemKVError as error:
+                raise ValueError(f"{error}; it is not replaced") from None
+
+
 def build(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="As for vllm serve.")],
@@ -83,6 +95,7 @@ def build(
         if not sources:
             raise ValueError("nothing to build: give --system-prompt, --text or --token-ids")
         paths = _outputs(output, sources)
+        _check_replaced(paths)
         messages = [(p.stem, _read(p)) for p in system_prompt or ()]
         texts = [(p.stem, _read(p)) for p in text or ()]
         ids = [(p.stem, _token_ids(p)) for p in token_ids or ()]

@@ -179,11 +179,13 @@ def find_costs(
 
 
 def user_file() -> Path:
-    """The file that `vllm-relay calibrate` writes; VLLM_RELAY_DEVICES names another."""
-    named = os.environ.get("VLLM_RELAY_DEVICES")
-    if named:
+    """The file that `vllm-relay calibrate` writes. ValueError for a user without a home."""
+    if named := os.environ.get("VLLM_RELAY_DEVICES"):
         return Path(named)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        raise ValueError("there is no home folder; VLLM_RELAY_DEVICES names a file") from None
     return Path(base) / "vllm-relay" / "devices.json"
 
 

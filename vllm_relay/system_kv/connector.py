@@ -6,7 +6,9 @@ metadata, the last call before the engine is ready. From then on requests find t
 ordinary prefix caching, and this connector only counts hits and rewrites after a cache reset.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -50,6 +52,23 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         return WorkerMetadata(self.reset, self.problem or other.problem)
 
 
+def _or_given_up(answer: Any = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A call by the scheduler: where it fails, system KVs are given up, and it gets ``answer``."""
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def guarded(self: "SystemKVConnector", *args: Any) -> Any:
+            try:
+                return method(self, *args)
+            except Exception as error:
+                self._pins.failed(error)
+                return answer
+
+        return guarded
+
+    return decorate
+
+
 class SystemKVConnector(IdleConnector):
     """``--kv-transfer-config '{"kv_connector": "SystemKVConnector", "kv_role": "kv_producer",
     "kv_connector_extra_config": {"files": ["acme.relay"]}}'``
@@ -90,23 +109,23 @@ class SystemKVConnector(IdleConnector):
                 entry["path"],
             )
 
-    def on_new_request(self, request: Any) -> None:
-        self._pins.register()
-
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         if self._pins.wants_rewrite is None:
             return 0, False
-        # "Ask again", for the one step in which the workers write after a reset. vLLM asks when it
-        # may schedule; a paused or sleeping engine may still be getting new weights.
+        # "Ask again", for the one step in which the workers compare their weights and, after a
+        # reset, write. vLLM asks when it may schedule; a paused or sleeping engine may still be
+        # getting new weights.
         self._may_rewrite = True
         return None, False
 
+    @_or_given_up()
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if request.num_preemptions == 0:
             self._pins.count_hit([block.block_id for block in blocks.blocks[0]])
 
+    @_or_given_up(StepMetadata(released=True))
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         wanted = self._pins.wants_rewrite if self._may_rewrite else None
         self._may_rewrite = False
@@ -115,6 +134,7 @@ class SystemKVConnector(IdleConnector):
         self._asked = wanted
         return StepMetadata(rewrite=wanted)
 
+    @_or_given_up()
     def update_connector_output(self, connector_output: Any) -> None:
         answer = connector_output.kv_connector_worker_meta
         if isinstance(answer, WorkerMetadata):
@@ -140,7 +160,8 @@ class SystemKVConnector(IdleConnector):
         if connector_metadata.released:
             self._writer.forget()
         if connector_metadata.rewrite is not None:
-            self._answer = WorkerMetadata(connector_metadata.rewrite, self._writer.rewrite())
+            reset = connector_metadata.rewrite
+            self._answer = WorkerMetadata(reset, self._writer.rewrite(reset))
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         answer, self._answer = self._answer, None
@@ -148,6 +169,7 @@ class SystemKVConnector(IdleConnector):
 
     # Statistics.
 
+    @_or_given_up()
     def get_kv_connector_stats(self) -> SystemKVStats | None:
         """The counts since the last call, in the scheduler."""
         if self.role != KVConnectorRole.SCHEDULER:

@@ -21,7 +21,8 @@ class PinnedBlocks:
 
     A reset of the prefix cache forgets the hashes but not the blocks. New weights or the loss of
     the cache's memory (sleep) may come with it, so the hashes return only after the workers have
-    compared their weights and written the blocks again: `wants_rewrite`, `rewritten`.
+    compared their weights and written the blocks again: `wants_rewrite`, `rewritten`. The first
+    request counts as reset 0: its workers compare their weights, too.
 
     ``salts`` are the ``cache_salt`` of each file, ``placements`` its blocks.
     """
@@ -46,9 +47,8 @@ class PinnedBlocks:
         self._budget = settings.budget
         self._pool: Any = None
         self._blocks: list[Any] = []
-        self._registered = False
         # Each reset may come with other weights, so each wants an answer of its own.
-        self._resets = self._written = 0
+        self._resets, self._written = 0, -1
         self.released: str | None = None
         self._requests_hit = [0] * len(files)
         self._tokens_hit = [0] * len(files)
@@ -78,14 +78,10 @@ class PinnedBlocks:
         compat.allow_resets(pool, lambda: len(self._blocks), self._note_reset)
 
     def _note_reset(self) -> None:
-        self._registered = False
         self._resets += 1
 
-    def register(self) -> None:
-        """Put the blocks' hashes into the pool's prefix cache, unless they are there."""
-        if self._registered or self.wants_rewrite is not None or not self._blocks:
-            return
-        self._registered = True
+    def _register(self) -> None:
+        """Put the blocks' hashes into the pool's prefix cache."""
         hasher = compat.block_hasher(self._vllm_config, self._pool.hash_block_size)
         for file, salt, placement in zip(self._files, self._salts, self._placements, strict=True):
             request = Request(
@@ -112,21 +108,30 @@ class PinnedBlocks:
 
     def rewritten(self, reset: int, problem: str | None) -> None:
         """Take the workers' answer to a reset: written again, or why the KV must not be used."""
-        if reset != self._resets or not self._blocks:
+        if reset != self.wants_rewrite:
             return  # another reset came meanwhile
         self._written = reset
         if problem is None:
-            self.register()
-            return
-        self.released = problem
+            self._register()
+        else:
+            self._release(problem)
+
+    def failed(self, error: Exception) -> None:
+        """Give the system KVs up after a failure on this side; the engine goes on without them."""
+        if self.released is None:
+            metrics.count_fallback("loading")
+            self._release(" ".join(f"{type(error).__name__}: {error}".split()))
+
+    def _release(self, reason: str) -> None:
+        self.released = reason
         blocks, self._blocks = self._blocks, []
-        self._pool.free_blocks(blocks)
         metrics.logger.warning(
             "relay: system KVs are not used any more: %s; their %d blocks are free. A restart "
             "loads them again if they fit",
-            problem,
+            reason,
             len(blocks),
         )
+        self._pool.free_blocks(blocks)
 
     def count_hit(self, block_ids: Sequence[int]) -> None:
         """Count a request that begins in these blocks, for the prompt it shares most of."""

@@ -22,6 +22,7 @@ from vllm_relay.system_kv.placement import Placement
 _ROW_BYTES = 1 << 15
 # A digest, and references to objects.
 _Fingerprint = tuple[bytes, list[weakref.ref[Any] | None]]
+_UNREADABLE: _Fingerprint = b"", []
 
 
 class Writer:
@@ -53,7 +54,7 @@ class Writer:
                 self._weights = _fingerprint()
             except Exception as error:  # only resets need it, which then release the blocks
                 metrics.say_once(f"weights cannot be compared after a reset: {error}")
-                self._weights = b"", []
+                self._weights = _UNREADABLE
 
     def write(self) -> None:
         """Write every file's full blocks. Raises SystemKVError for a damaged file."""
@@ -116,13 +117,21 @@ class Writer:
             if forget := getattr(layer.impl, "forget", None):
                 forget()
 
-    def rewrite(self) -> str | None:
-        """Write again after a reset; returns None, or why the KV must not be used any more."""
+    def rewrite(self, reset: int) -> str | None:
+        """Write again after the n-th reset; returns None, or why the KV must not be used any more.
+
+        Before the first request, as reset 0, the blocks are as they were written, but the weights
+        may be others.
+        """
         try:
-            self.forget()
+            if reset:
+                self.forget()
+            elif self._weights == _UNREADABLE:
+                return None
             if _fingerprint() != self._weights:
                 return "the model's weights were changed"
-            self.write()
+            if reset:
+                self.write()
         except Exception as error:  # the engine goes on without them
             metrics.count_fallback("loading")
             return " ".join(str(error).split()) or type(error).__name__

@@ -87,7 +87,9 @@ def test_after_some_failures_relay_is_off(lines: Any, monkeypatch: Any) -> None:
     assert metrics.counters()["fallbacks"] == MOST_FAILURES
     cause, off = lines()
     assert cause.endswith("ValueError: always")
-    assert off == "relay: switched off until the engine is restarted, after 3 failures"
+    assert off == (
+        "relay: switched off for these layers until the engine is restarted, after 3 failures"
+    )
 
 
 def test_packed_segments_are_forgotten_where_planning_fails(lines: Any, monkeypatch: Any) -> None:
@@ -101,18 +103,39 @@ def test_packed_segments_are_forgotten_where_planning_fails(lines: Any, monkeypa
     assert not packed
 
 
-def test_a_query_of_another_dtype_than_the_cache_is_vllms_own(lines: Any) -> None:
+WIDE, SPREAD = torch.zeros(3, 8, 128).bfloat16(), torch.zeros(3, 8, 128).bfloat16()[:, :, ::2]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"query": WIDE.half()}, "float16 queries of a torch.bfloat16 KV cache"),
+        ({"output": WIDE.float()}, "float32 outputs of a torch.bfloat16 KV cache"),
+        ({"query": WIDE}, "query: expected [3, 8, 64], channels adjacent; got [3, 8, 128]"),
+        ({"output": SPREAD}, "out: expected [3, 8, 64], channels adjacent; got [3, 8, 64]"),
+        ({"query": WIDE[:2, :, :64]}, "query: expected [3, 8, 64]"),
+        ({"output_scale": torch.ones(1)}, None),
+    ],
+    ids=["query-dtype", "output-dtype", "head-size", "channels", "rows", "quantized-output"],
+)
+def test_tensors_that_the_kernels_do_not_read_are_vllms_own(
+    given: dict[str, torch.Tensor], said: str | None, lines: Any
+) -> None:
     bench, query = bench_of()
-    common = make_step(TABLES, LENS)
-    metadata = bench.builder.build(0, common)
+    metadata = bench.builder.build(0, make_step(TABLES, LENS))
     assert isinstance(metadata, cpu_impl.RelayMetadata)
     seen: list[Any] = []
+    more = {"query": query, "output": query.clone()} | given
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_impl.CPUAttentionBackendImpl, "forward", lambda *args: seen.append(args))
-        bench.impl.forward(
-            bench.layer, query.half(), query, query, bench.cache, metadata, query.clone()
+        patch.setattr(
+            cpu_impl.CPUAttentionBackendImpl, "forward", lambda *args, **kw: seen.append((args, kw))
         )
-    assert len(seen) == 1 and "float16 queries of a torch.bfloat16 KV cache" in lines()[0]
+        bench.impl.forward(
+            bench.layer, more.pop("query"), query, query, bench.cache, metadata,
+            more.pop("output"), **more,
+        )  # fmt: skip
+    assert len(seen) == 1 and seen[0][1] == more
+    assert [said in line for line in lines()] == ([] if said is None else [True])
 
 
 def test_a_failure_at_the_start_leaves_all_steps_to_vllm(lines: Any, monkeypatch: Any) -> None:

@@ -211,3 +211,14 @@ def test_a_link_in_the_place_of_the_draft_is_not_followed(
     with pytest.raises(OSError, match="File exists"):
         save([HERE], own_file)
     assert victim.read_text() == "mine"
+
+
+def test_a_user_without_a_home_is_told_what_to_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.delenv("VLLM_RELAY_DEVICES", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.raises(ValueError, match=r"^there is no home folder; VLLM_RELAY_DEVICES names"):
+        find_costs(8, 2, 64)

@@ -65,10 +65,19 @@ class NativeStep:
     def run(
         self, query: Tensor, cache: native.Layout, segments: Sequence[native.Layout], out: Tensor
     ) -> None:
-        """Attend and fuse into ``out``, for one layer; ValueError for a block id out of the cache.
+        """Attend and fuse into ``out``, for one layer.
 
-        ``query`` and ``out`` are ``[T, Hq, D]`` in the batch's order, channels adjacent.
+        ``query`` and ``out`` are ``[T, Hq, D]`` in the batch's order, channels adjacent; rows
+        behind the step's are left alone. ValueError for other tensors, and for a block id out of
+        the cache.
         """
+        _, tokens, heads, head_size = self.call.out.shape
+        for name, x in (("query", query), ("out", out)):
+            if len(x) < tokens or x.shape[1:] != (heads, head_size) or x.stride(2) != 1:
+                raise ValueError(
+                    f"{name}: expected [{tokens}, {heads}, {head_size}], channels adjacent; got "
+                    f"{list(x.shape)}, strides {x.stride()}"
+                )
         self.call.layouts[:] = [cache, *segments]
         self.call.run(query, out)
 
