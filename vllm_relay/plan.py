@@ -24,6 +24,7 @@ class Part(Generic[A]):
         block_table: int32 [B, M], KV blocks of each sequence.
         max_query_len, max_seq_len: upper bounds known on the host.
         causal: aligned to the end of the keys; else every query sees every key.
+        key_starts: int32 [B], position of each sequence's first key; None: 0.
         num_splits: parts that FlashAttention divides the keys into; 0: its own choice.
         scheduler_metadata: int32 [N], FlashAttention 3's schedule of this call.
     """
@@ -34,6 +35,7 @@ class Part(Generic[A]):
     max_query_len: int
     max_seq_len: int
     causal: bool
+    key_starts: A | None = None
     num_splits: int = 0
     scheduler_metadata: A | None = None
 

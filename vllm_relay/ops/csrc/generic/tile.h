@@ -105,8 +105,9 @@ void locate_tile(const relay_call& call, const Unit& unit, int64_t index, Tile<T
   tile.operands[KEYS] = layout.k;
   tile.operands[VALUES] = layout.v;
   tile.count = 0;
-  const int64_t end = min((index + 1) * unit.tile_keys, unit.keys);
-  for (int64_t t = index * unit.tile_keys, slot = 0; t < end;) {
+  const int64_t begin = unit.first + index * unit.tile_keys;
+  const int64_t end = min(begin + unit.tile_keys, unit.keys);
+  for (int64_t t = begin, slot = 0; t < end;) {
     int64_t block = 0, in = t, there = sequence.keys - t;
     if (layout.block_tokens) {
       block = sequence.table[t / layout.block_tokens];
