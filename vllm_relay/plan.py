@@ -92,6 +92,7 @@ class SharingStats:
             again.
         tokens_stock: KV tokens that vLLM's own attention reads.
         steps, steps_relayed: steps counted, and those with at least one group.
+        steps_ungrouped: those on the CPU kernels without a group.
     """
 
     groups: int = 0
@@ -101,6 +102,7 @@ class SharingStats:
     tokens_stock: int = 0
     steps: int = 0
     steps_relayed: int = 0
+    steps_ungrouped: int = 0
 
     def __add__(self, other: "SharingStats") -> "SharingStats":
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)

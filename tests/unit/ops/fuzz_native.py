@@ -104,9 +104,9 @@ def _scores(
     softcap = rng.choice([0.0, 0.0, 2.0, 30.0])
     of_layer: dict[str, Any] = {}
     if rng.random() < 0.3:
-        of_layer["slopes"] = torch.rand(heads) * rng.choice([0.01, 1.0])
+        of_layer["slopes"] = torch.rand(heads, dtype=torch.float32) * rng.choice([0.01, 1.0])
     if rng.random() < 0.3:
-        of_layer["sinks"] = torch.randn(heads) * rng.choice([1.0, 20.0])
+        of_layer["sinks"] = torch.randn(heads, dtype=torch.float32) * rng.choice([1.0, 20.0])
     exact = {"softcap": softcap, **of_layer} if softcap or of_layer else {}
     if window:
         exact["window"] = window - 1

@@ -41,9 +41,7 @@ def stock(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, **scores: An
     return out[0].transpose(0, 1)
 
 
-def _stock_scores(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scores: dict[str, Any]
-) -> Tensor:
+def _stock_scores(q: Tensor, k: Tensor, v: Tensor, causal: bool, scores: dict[str, Any]) -> Tensor:
     values = torch.eye(len(k))[:, None].expand(-1, k.shape[1], -1)
     weights, _ = reference.attention_lse(  # [T, H, S]: the values are unit vectors
         q, k, values, causal=causal, dtype=torch.float32, **scores

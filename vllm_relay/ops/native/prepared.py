@@ -64,7 +64,9 @@ class PreparedAttention:
         self.sequences, self._places, self._positions = sequences, places, positions
         self._library = native.loaded()
         with_lse = lse or partials > 1
-        self.lse = torch.empty((partials * with_lse, shape.heads, tokens), dtype=torch.float32, device="cpu")
+        self.lse = torch.empty(
+            (partials * with_lse, shape.heads, tokens), dtype=torch.float32, device="cpu"
+        )
         self.out: Tensor | None = None
         if partials > 1:
             self.out = torch.empty((partials, *self.shape), dtype=torch.float32, device="cpu")

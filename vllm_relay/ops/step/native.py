@@ -7,7 +7,6 @@ partials are fused where they belong. No tensor is gathered or allocated per lay
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
