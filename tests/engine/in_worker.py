@@ -145,16 +145,18 @@ class WorkerExtension:
         stock = StepPlanner.plan
 
         def plan(self: Any, common: Any) -> Any:
-            step, stats = stock(self, common)
+            planned = stock(self, common)
             _watched["packed_bytes"] = max(_watched.get("packed_bytes", 0), self.packed.nbytes)
-            if step is not None:
+            for step, stats in planned.values():
+                if not stats.groups:
+                    continue
                 starts = step.plan.context.query_start_loc
                 grouped = step.plan.index[0][starts[:-1]] >= 0
                 seen = {"levels": [len(step.plan.levels)], "queries": np.diff(starts)[grouped]}
                 for name, values in seen.items():
                     for value in map(int, values):
                         _seen[name][value] = _seen[name].get(value, 0) + 1
-            return step, stats
+            return planned
 
         StepPlanner.plan = plan
 
