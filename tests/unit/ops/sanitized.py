@@ -1,10 +1,12 @@
 """The CPU kernels with AddressSanitizer and UBSan: `python -m tests.unit.ops.sanitized OUT.so`."""
 
 import os
+import platform
 import runpy
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -12,24 +14,33 @@ ROOT = Path(__file__).resolve().parents[3]
 FLAGS = ["-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
-def build(path: Path) -> None:
-    """Compile the library for all instruction sets, as `setup.py` does but with sanitizers."""
+def objects(path: Path, compiler: str, machine: str, flags: list[str]) -> list[str]:
+    """Object files PATH.N.o of the library for all instruction sets of this kind of machine.
+
+    They are compiled as `setup.py` does, with more flags.
+    """
     with mock.patch("setuptools.setup"):
         setup = runpy.run_path(str(ROOT / "setup.py"))
-    compiler = os.environ.get("CXX", "g++")
-    common = [flag for flag in setup["COMMON"] if flag not in ("-O3", "-g0")]
-    sets = setup["instruction_sets"]()
+    sets = setup["instruction_sets"](machine)
     listed = f"-DRELAY_ISAS={setup['table'](sets)}"
     parts = [(source, [listed]) for source in sorted((ROOT / setup["SOURCES"]).glob("*.cpp"))]
     parts += [(ROOT / setup["KERNELS"], [*isa.flags, f"-DRELAY_ISA={isa.name}"]) for isa in sets]
-    objects, running = [], []
-    for index, (source, flags) in enumerate(parts):
-        objects.append(str(path.with_suffix(f".{index}.o")))
-        command = [compiler, *common, *FLAGS, *flags, "-fPIC", "-c", str(source), "-o", objects[-1]]
-        running.append(subprocess.Popen(command))
-    if [process for process in running if process.wait()]:
-        raise RuntimeError("the kernels do not compile with sanitizers")
-    subprocess.run([compiler, *FLAGS, "-shared", "-o", str(path), *objects], check=True)
+    found, commands = [], []
+    for index, (source, own) in enumerate(parts):
+        found.append(str(path.with_suffix(f".{index}.o")))
+        options = [*setup["COMMON"], *flags, *own, "-fPIC"]
+        commands.append([compiler, *options, "-c", str(source), "-o", found[-1]])
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        if any(pool.map(subprocess.call, commands)):
+            raise RuntimeError(f"the kernels do not compile with {' '.join(flags)}")
+    return found
+
+
+def build(path: Path) -> None:
+    """Compile the library with sanitizers."""
+    compiler = os.environ.get("CXX", "g++")
+    linked = objects(path, compiler, platform.machine(), FLAGS)
+    subprocess.run([compiler, *FLAGS, "-shared", "-o", str(path), *linked], check=True)
 
 
 def environment() -> dict[str, str]:

@@ -11,6 +11,8 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #define has(feature) __builtin_cpu_supports(feature)
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 #define ISA(name, needs) extern "C" const relay::Kernels relay_kernels_##name;
@@ -25,6 +27,14 @@ namespace {
 [[maybe_unused]] bool has_f16c() {
   unsigned a, b, c = 0, d;
   return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#elif defined(__aarch64__)
+[[maybe_unused]] bool has_bf16() {
+#if defined(__linux__)
+  return getauxval(AT_HWCAP2) & (1 << 14);  // HWCAP2_BF16, which older headers lack
+#else
+  return false;
+#endif
 }
 #endif
 
