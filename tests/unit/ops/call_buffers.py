@@ -22,7 +22,7 @@ class Buffer:
 
 
 def sequences_of(call: Call) -> np.ndarray:
-    """The call's sequences, int64 ``[n, 7]``."""
+    """The call's sequences, int64 ``[n, 8]``."""
     count = call.num_sequences * (TABLE + 1)
     values = (ctypes.c_int64 * count).from_address(call.sequences) if count else []
     return np.array(values, dtype=np.int64).reshape(-1, TABLE + 1)
@@ -36,6 +36,11 @@ def buffers_of(call: Call, function: str) -> Iterable[Buffer]:
         yield Buffer(call.places, call.places + 8 * rows)
         places = (ctypes.c_int64 * rows).from_address(call.places)
         rows = max(places, default=-1) + 1
+    for x in (call.scores.slopes, call.scores.sinks):
+        if x:
+            yield Buffer(x, x + 4 * call.heads)
+    if call.positions:
+        yield Buffer(call.positions, call.positions + 8 * call.tokens)
     if function == "attend":
         yield _rows(call, call.q, rows, call.head_size, size)
     yield _rows(call, call.fused, rows, call.head_size, size, written=True)

@@ -173,7 +173,9 @@ def _moved_call(call: Call, arena: _Arena) -> Call:
     moved = Call.from_buffer_copy(call)
     moved.parallel = None
     moved.q.base, moved.fused.base = arena.moved(call.q.base), arena.moved(call.fused.base)
-    moved.places = arena.moved(call.places)
+    moved.places, moved.positions = arena.moved(call.places), arena.moved(call.positions)
+    for name in ("slopes", "sinks"):
+        setattr(moved.scores, name, arena.moved(getattr(call.scores, name)))
     partials = (native.Partial * call.num_partials)(*call.partials[: call.num_partials])
     for x in partials:
         x.out.base, x.lse.base = arena.moved(x.out.base), arena.moved(x.lse.base)
