@@ -72,7 +72,7 @@ def simulate(seed: int, steps: int, *, until_stale: bool = False) -> Counts:
 class RecordedStep:
     """The arguments of `NativeStep` that say what is read packed."""
 
-    def __init__(self, plan: Any, packed: list[bool], **layer: Any) -> None:
+    def __init__(self, plan: Any, packed: list[bool], shape: Any) -> None:
         self.packed = packed
 
 
