@@ -150,7 +150,8 @@ def replay(
         middle = {(steps - 1) // 2, steps // 2}
         shapes = [batch.shape(after) for after in sorted(middle)]
         choice = choose(shapes[0], costs, max_levels)
-        forest = choice.forest
+        stock = Forest((), len(batch.left), trace.block_tokens)
+        forest = choice.forest if choice.ours else stock
         _count(found, batch, shapes[0].trie, forest, steps)
         _remember(groups, batch, forest, steps)
         for shape in shapes:
