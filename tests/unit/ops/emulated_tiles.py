@@ -1,6 +1,6 @@
 """The CPU kernels for AMX on an emulated tile unit, in plain C++ (`csrc/isa/amx_emulated.h`).
 
-    python -m tests.unit.ops.emulated_tiles OUT.so
+python -m tests.unit.ops.emulated_tiles OUT.so
 """
 
 import os
@@ -12,7 +12,7 @@ from tests.unit.ops import sanitized
 
 ISA = "amx_emulated"
 FLAGS = ["-O2"]
-PROGRAM = Path(__file__).parent / "csrc/tile_unit_test.cpp"
+SOURCES = Path(__file__).parent / "csrc"
 
 
 def missing() -> str | None:
@@ -27,13 +27,16 @@ def build(path: Path) -> None:
     sanitized.build(path, FLAGS, tests_only=True)
 
 
-def build_program(path: Path) -> None:
-    """Compile the tests of the tile unit and of products on it, with sanitizers."""
+def build_program(path: Path, isa: str, flags: list[str]) -> None:
+    """Compile ``csrc/NAME.cpp``, the name being the path's, for an instruction set."""
     setup = sanitized.setup_file()
-    (isa,) = setup["instruction_sets"]("x86_64", sanitized.TEST_SETS)
-    options = [*setup["COMMON"], *sanitized.FLAGS, *isa.flags, *sanitized.INCLUDES]
+    sets = setup["instruction_sets"]("x86_64")
+    sets += setup["instruction_sets"]("x86_64", sanitized.TEST_SETS)
+    (own,) = (x.flags for x in sets if x.name == isa)
+    options = [*setup["COMMON"], *flags, *own, *sanitized.INCLUDES]
+    source = SOURCES / f"{path.name}.cpp"
     compiler = os.environ.get("CXX", "g++")
-    subprocess.run([compiler, *options, str(PROGRAM), "-o", str(path)], check=True)
+    subprocess.run([compiler, *options, str(source), "-o", str(path)], check=True)
 
 
 if __name__ == "__main__":

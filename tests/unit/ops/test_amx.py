@@ -26,7 +26,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiles") / "tile_unit_test"
-    emulated_tiles.build_program(path)
+    emulated_tiles.build_program(path, emulated_tiles.ISA, sanitized.FLAGS)
     return path
 
 
@@ -58,6 +58,12 @@ def test_a_use_on_which_a_processor_faults_ends_the_process(
 ) -> None:
     done = subprocess.run([program, rule], capture_output=True, text=True)
     assert done.returncode == -signal.SIGABRT and message in done.stderr
+
+
+def test_the_instructions_are_the_compilers(tmp_path: Path) -> None:
+    path = tmp_path / "tile_instructions_test"
+    emulated_tiles.build_program(path, "amx_bf16", emulated_tiles.FLAGS)
+    assert subprocess.run([path]).returncode == 0
 
 
 def test_random_calls_agree_with_the_oracle(library: Path) -> None:
