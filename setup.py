@@ -29,10 +29,10 @@ class InstructionSet(NamedTuple):
     needs: str  # C++ condition, see csrc/dispatch.cpp
 
 
-def instruction_sets(machine: str) -> list[InstructionSet]:
+def instruction_sets(machine: str, folder: Path = SOURCES / "isa") -> list[InstructionSet]:
     """Instruction sets of this kind of machine (`platform.machine()`), the least first."""
     found = []
-    for path in (Path(__file__).parent / SOURCES / "isa").glob("*.h"):
+    for path in (Path(__file__).parent / folder).glob("*.h"):
         keys = r"^// (machines|flags|needs|rank):[ ]*(.*)$"
         line = dict(re.findall(keys, path.read_text(), re.M))
         if machine in line["machines"].split() or line["machines"] == "any":

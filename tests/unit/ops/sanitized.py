@@ -8,27 +8,40 @@ import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[3]
 FLAGS = ["-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+# Instruction sets that no wheel has, of the lowest ranks: they run if they are named.
+TEST_SETS = Path(__file__).parent / "csrc/isa"
+INCLUDES = [f"-I{folder}" for folder in (TEST_SETS, ROOT / "vllm_relay/ops/csrc/isa")]
 
 
-def objects(path: Path, compiler: str, machine: str, flags: list[str]) -> list[str]:
+def setup_file() -> dict[str, Any]:
+    """What `setup.py` defines."""
+    with mock.patch("setuptools.setup"):
+        return runpy.run_path(str(ROOT / "setup.py"))
+
+
+def objects(
+    path: Path, compiler: str, machine: str, flags: list[str], tests_only: bool = False
+) -> list[str]:
     """Object files PATH.N.o of the library for all instruction sets of this kind of machine.
 
-    They are compiled as `setup.py` does, with more flags.
+    They are compiled as `setup.py` does, with more flags. tests_only: `TEST_SETS` alone.
     """
-    with mock.patch("setuptools.setup"):
-        setup = runpy.run_path(str(ROOT / "setup.py"))
-    sets = setup["instruction_sets"](machine)
+    setup = setup_file()
+    sets = setup["instruction_sets"](machine, TEST_SETS)
+    if not tests_only:
+        sets += setup["instruction_sets"](machine)
     listed = f"-DRELAY_ISAS={setup['table'](sets)}"
     parts = [(source, [listed]) for source in sorted((ROOT / setup["SOURCES"]).glob("*.cpp"))]
     parts += [(ROOT / setup["KERNELS"], [*isa.flags, f"-DRELAY_ISA={isa.name}"]) for isa in sets]
     found, commands = [], []
     for index, (source, own) in enumerate(parts):
         found.append(str(path.with_suffix(f".{index}.o")))
-        options = [*setup["COMMON"], *flags, *own, "-fPIC"]
+        options = [*setup["COMMON"], *flags, *own, *INCLUDES, "-fPIC"]
         commands.append([compiler, *options, "-c", str(source), "-o", found[-1]])
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         if any(pool.map(subprocess.call, commands)):
@@ -36,11 +49,11 @@ def objects(path: Path, compiler: str, machine: str, flags: list[str]) -> list[s
     return found
 
 
-def build(path: Path) -> None:
-    """Compile the library with sanitizers."""
+def build(path: Path, flags: list[str] = FLAGS, tests_only: bool = False) -> None:
+    """Compile the library with sanitizers, or other flags."""
     compiler = os.environ.get("CXX", "g++")
-    linked = objects(path, compiler, platform.machine(), FLAGS)
-    subprocess.run([compiler, *FLAGS, "-shared", "-o", str(path), *linked], check=True)
+    linked = objects(path, compiler, platform.machine(), flags, tests_only)
+    subprocess.run([compiler, *flags, "-shared", "-o", str(path), *linked], check=True)
 
 
 def environment() -> dict[str, str]:

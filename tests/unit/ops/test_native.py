@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.ops import fuzz_native, inputs, sanitized
+from tests.unit.ops import emulated_tiles, fuzz_native, inputs, sanitized
 from vllm_relay.ops import context_attention, providers, reference, system_attention
 from vllm_relay.ops.attention import native as attention
 from vllm_relay.ops.native import library as native
@@ -21,7 +21,7 @@ from vllm_relay.plan import Part
 pytestmark = pytest.mark.skipif(
     isinstance(native.library(), str), reason=f"no CPU kernels: {native.library()}"
 )
-ALL = ("avx512_bf16", "avx512", "avx2", "portable")
+ALL = ("amx_bf16", "avx512_bf16", "avx512", "avx2", "portable")
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +46,12 @@ def test_random_calls_agree_with_the_oracle(isa: str, part: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isa", ALL)
+@pytest.mark.parametrize("isa", [*ALL, emulated_tiles.ISA])
 def test_random_calls_touch_no_memory_but_their_own(isa: str, library: Path) -> None:
-    use(isa)
+    if isa != emulated_tiles.ISA:
+        use(isa)
+    elif emulated_tiles.missing():
+        pytest.skip(str(emulated_tiles.missing()))
     command = [sys.executable, "-m", "tests.unit.ops.fuzz_native", "--cases", "150", "--isa", isa]
     done = subprocess.run(
         [*command, "--library", str(library)],

@@ -56,7 +56,7 @@ namespace {
 
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 
-inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+constexpr int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // x in [0, most].
 inline int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : min(x, most); }

@@ -24,18 +24,20 @@ void begin_unit(const relay_call& call, const Unit& unit, Scratch<T>& scratch) {
   __builtin_memset(scratch.sums.out, 0, unit.rows * scratch.out_row * sizeof(float));
 }
 
-// R rows of a unit against a tile. Keys that some of the rows do not see have weight 0 there, so a
-// value of theirs that is not finite spreads to these rows as well. next_keys, next_values: of the
-// next tile, fetched beside the two products; a whole tile ahead, or the products wait for memory.
-template <class T, int R>
-void attend_rows(const relay_call& call, const Unit& unit, int64_t row, const Tile<T>& tile,
-                 Scratch<T>& scratch, Prefetcher& next_keys, Prefetcher& next_values) {
+// Up to MatrixProduct::rows rows of a unit against a tile. Keys that some of the rows do not see
+// have weight 0 there, so a value of theirs that is not finite spreads to these rows as well.
+// next_keys, next_values: of the next tile, fetched beside the two products; a whole tile ahead, or
+// the products wait for memory.
+template <class T>
+void attend_rows(const relay_call& call, const Unit& unit, int64_t row, int64_t rows,
+                 const Tile<T>& tile, Scratch<T>& scratch, Prefetcher& next_keys,
+                 Prefetcher& next_values) {
   typedef typename Dot<T>::Weight Weight;
   const relay_sequence& sequence = call.sequences[unit.sequence];
   const int64_t size = call.head_size;
   const float factor_of_scores = score_factor(call.scores);
-  Seen seen[R], by_any;
-  for (int r = 0; r < R; ++r) {
+  Seen seen[Scratch<T>::ROWS], by_any = {};
+  for (int64_t r = 0; r < rows; ++r) {
     seen[r] = seen_by(call, sequence, query_of(call, unit.row + row + r));
     if (r == 0) by_any = seen[r];
     by_any = {min(by_any.first, seen[r].first), max(by_any.end, seen[r].end)};
@@ -49,18 +51,18 @@ void attend_rows(const relay_call& call, const Unit& unit, int64_t row, const Ti
   for (; used < tile.count && tile.runs[used].first < by_any.end; ++used) {
     const Run<T>& run = tile.runs[used];
     const int64_t tokens = min(run.tokens, by_any.end - run.first);
-    product<T, R>(scratch.q + row * scratch.q_row, scratch.q_row, tile.operands[KEYS],
-                  run.at[KEYS], size, tokens, run.there, next_keys,
-                  [&](int r, int64_t token, vf x) {
-                    store(scratch.scores + r * SCORES_ROW + run.slot + token,
-                          x * factor_of_scores);
-                  });
+    scratch.product(rows, scratch.q + row * scratch.q_row, scratch.q_row, tile.operands[KEYS],
+                    run.at[KEYS], size, tokens, run.there, next_keys,
+                    [&](int64_t r, int64_t token, vf x) {
+                      store(scratch.scores + r * SCORES_ROW + run.slot + token,
+                            x * factor_of_scores);
+                    });
     slots = run.slot + rounded(tokens, PIECE);
   }
   if (used == begin) return;
   // weights[r, j] = 2 ** (scores[r, j] - m_r); slots that are padding or unseen get -inf before.
   const int64_t first_slot = tile.runs[begin].slot;
-  for (int r = 0; r < R; ++r) {
+  for (int64_t r = 0; r < rows; ++r) {
     float* scores = scratch.scores + r * SCORES_ROW;
     for (int i = begin; i < used; ++i) {
       const Run<T>& run = tile.runs[i];
@@ -85,19 +87,12 @@ void attend_rows(const relay_call& call, const Unit& unit, int64_t row, const Ti
     // The weights of a row lie where its first score was.
     const Weight* weights = (const Weight*)(scratch.scores + first_slot);
     weights += (run.slot - first_slot) / Dot<T>::steps;
-    product<T, R>(weights, SCORES_ROW, tile.operands[VALUES], run.at[VALUES], tokens, size, size,
-                  next_values, [&](int r, int64_t channel, vf x) {
-                    float* out = scratch.sums.out + (row + r) * scratch.out_row + channel;
-                    store(out, load(out) + x);
-                  });
+    scratch.product(rows, weights, SCORES_ROW, tile.operands[VALUES], run.at[VALUES], tokens, size,
+                    size, next_values, [&](int64_t r, int64_t channel, vf x) {
+                      float* out = scratch.sums.out + (row + r) * scratch.out_row + channel;
+                      store(out, load(out) + x);
+                    });
   }
-}
-
-// attend_rows of `rows` <= R rows.
-template <class T, int R, class... Rest>
-void attend_up_to(int64_t rows, Rest&... rest) {
-  if (rows == R) return attend_rows<T, R>(rest...);
-  if constexpr (R > 1) attend_up_to<T, R - 1>(rows, rest...);
 }
 
 // All rows of a unit against a tile, in nearly equal blocks: 6 and 5 rows, not 8 and 3.
@@ -106,8 +101,8 @@ void attend_tile(const relay_call& call, const Unit& unit, const Tile<T>& tile,
                  Scratch<T>& scratch, Prefetcher& next_keys, Prefetcher& next_values) {
   for (int64_t row = 0; row < unit.rows;) {
     const int64_t left = unit.rows - row;
-    const int64_t rows = ceil_div(left, ceil_div(left, REGISTER_ROWS));
-    attend_up_to<T, REGISTER_ROWS>(rows, call, unit, row, tile, scratch, next_keys, next_values);
+    const int64_t rows = ceil_div(left, ceil_div(left, Scratch<T>::ROWS));
+    attend_rows<T>(call, unit, row, rows, tile, scratch, next_keys, next_values);
     row += rows;
   }
 }
@@ -129,7 +124,7 @@ void attend(const relay_call& call, const WorkIndex& from, const WorkIndex& to, 
     Cursor after = at;
     after.next();
     more = !after.at_end() && !same(after.index, to);
-    const int64_t row_blocks = ceil_div(at.unit.rows, REGISTER_ROWS);
+    const int64_t row_blocks = ceil_div(at.unit.rows, Scratch<T>::ROWS);
     next_keys.clear(row_blocks);
     next_values.clear(row_blocks);
     if (more) {

@@ -5,6 +5,7 @@
 //   widen(const f16*), narrow(vf, f16*)
 //   reduce_max, reduce_add, exp2 of vf, widen and narrow of bf16, in place of the templates here
 //   Dot<T> for element types that are not multiplied as floats
+//   MatrixProduct<T> (product.h) for those that are not multiplied vector by vector
 #pragma once
 #include <stdint.h>
 
