@@ -181,10 +181,9 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
             _kv_bytes(served) / _kv_bytes(of_model),
         )
         metrics.say_once(
-            f"{len(served)} of {len(of_model)} layers run on CPU kernels for "
-            f"{native.loaded().isa}; beside the KV cache they take at most "
-            f"{bound.total / 2**30:.2f} GiB per worker: {bound.packed / 2**30:.2f} GiB of packed "
-            "segments, the rest for partials",
+            f"takes at most {bound.total / 2**30:.2f} GiB per worker beside the KV cache for "
+            f"{len(served)} of {len(of_model)} layers, on kernels for {native.loaded().isa}: "
+            f"{bound.packed / 2**30:.2f} GiB of packed segments, the rest for partials",
             logging.INFO,
         )
         packed = PackedCache(sum(self._bytes_per_token.values()) * block_size, bound.packed)
