@@ -29,13 +29,13 @@ class InstructionSet(NamedTuple):
     needs: str  # C++ condition, see csrc/dispatch.cpp
 
 
-def instruction_sets() -> list[InstructionSet]:
-    """Instruction sets of this kind of machine, the least first."""
+def instruction_sets(machine: str, folder: Path = SOURCES / "isa") -> list[InstructionSet]:
+    """Instruction sets of this kind of machine (`platform.machine()`), the least first."""
     found = []
-    for path in (Path(__file__).parent / SOURCES / "isa").glob("*.h"):
+    for path in (Path(__file__).parent / folder).glob("*.h"):
         keys = r"^// (machines|flags|needs|rank):[ ]*(.*)$"
         line = dict(re.findall(keys, path.read_text(), re.M))
-        if platform.machine() in line["machines"].split() or line["machines"] == "any":
+        if machine in line["machines"].split() or line["machines"] == "any":
             flags = line["flags"].split()
             found.append(InstructionSet(int(line["rank"]), path.stem, flags, line["needs"]))
     return sorted(found)
@@ -51,7 +51,7 @@ class BuildKernels(build_ext):
 
     def build_extension(self, extension: Extension) -> None:
         compiled = []
-        for isa in instruction_sets():
+        for isa in instruction_sets(platform.machine()):
             try:
                 extension.extra_objects += self.compiler.compile(
                     [str(KERNELS)],

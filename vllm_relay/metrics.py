@@ -38,6 +38,7 @@ def counters(wait: bool = True) -> dict[str, int]:
 
     Returns:
         steps: planned, per KV cache group. steps_relayed: those with at least one group.
+        steps_ungrouped: those on the CPU kernels without a group.
         groups, requests: sums over relayed steps. tokens_shared: KV tokens of their segments.
         kv_bytes_not_read: KV bytes that vLLM's own path would have read in addition, all layers.
         fallbacks: failures that were left to vLLM's own attention; ``fallbacks_…`` by what failed.
@@ -48,7 +49,7 @@ def counters(wait: bool = True) -> dict[str, int]:
             on_device = newest(wait)[1]
             total += on_device
             kv_bytes += on_device.tokens_saved * kv_bytes_per_token
-    names = ("steps", "steps_relayed", "groups", "requests", "tokens_shared")
+    names = ("steps", "steps_relayed", "steps_ungrouped", "groups", "requests", "tokens_shared")
     return {
         **{name: getattr(total, name) for name in names},
         "kv_bytes_not_read": kv_bytes,
@@ -57,11 +58,11 @@ def counters(wait: bool = True) -> dict[str, int]:
     }
 
 
-def count_step(stats: SharingStats, kv_bytes_per_token: int) -> None:
-    """Count one planned step; ``kv_bytes_per_token``: KV bytes of one token in relayed layers."""
+def count_step(stats: SharingStats, kv_bytes_not_read: int) -> None:
+    """Count one planned step; ``kv_bytes_not_read``: as `counters`."""
     global _total, _kv_bytes_not_read
     _total += stats
-    _kv_bytes_not_read += stats.tokens_saved * kv_bytes_per_token
+    _kv_bytes_not_read += kv_bytes_not_read
     log_sharing(stats)
 
 

@@ -24,6 +24,7 @@ class Part(Generic[A]):
         block_table: int32 [B, M], KV blocks of each sequence.
         max_query_len, max_seq_len: upper bounds known on the host.
         causal: aligned to the end of the keys; else every query sees every key.
+        key_starts: int32 [B], position of each sequence's first key; None: 0.
         num_splits: parts that FlashAttention divides the keys into; 0: its own choice.
         scheduler_metadata: int32 [N], FlashAttention 3's schedule of this call.
     """
@@ -34,6 +35,7 @@ class Part(Generic[A]):
     max_query_len: int
     max_seq_len: int
     causal: bool
+    key_starts: A | None = None
     num_splits: int = 0
     scheduler_metadata: A | None = None
 
@@ -90,6 +92,7 @@ class SharingStats:
             again.
         tokens_stock: KV tokens that vLLM's own attention reads.
         steps, steps_relayed: steps counted, and those with at least one group.
+        steps_ungrouped: those on the CPU kernels without a group.
     """
 
     groups: int = 0
@@ -99,6 +102,7 @@ class SharingStats:
     tokens_stock: int = 0
     steps: int = 0
     steps_relayed: int = 0
+    steps_ungrouped: int = 0
 
     def __add__(self, other: "SharingStats") -> "SharingStats":
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)

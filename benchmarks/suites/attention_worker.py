@@ -70,8 +70,8 @@ class AttentionWorker:
         with torch.inference_mode():
             probe = self._probed()
             common = probe.step(Shape(rows, prefix, own))
-            relay, relayed = probe.relay(common, reads())
-            if not relayed:
+            relay, stats = probe.relay(common, reads())
+            if stats is None or not stats.groups:
                 raise ValueError(f"{prefix} tokens are no KV block of {probe.block}")
             alone = kernels.context(probe, common)
             ways = {"vLLM": probe.stock(common), "relay": relay, "alone": alone}

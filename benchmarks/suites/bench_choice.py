@@ -3,10 +3,11 @@
     python benchmarks/suites/bench_choice.py --save
 
 Every point is one decode step: requests in groups that share a prefix, each with tokens of its own.
-Three ways are timed in the engine's own worker, interleaved, with cold caches, until the median of
-the ratio is known to about 0.5 %: vLLM's backend; relay's backend with its cost model; and relay on
-every group. Planning is not in these times (see `bench_planning.py`), nor is the packing of
-segments, which is done once the regret of steps without it exceeds its cost.
+Four ways are timed in the engine's own worker, interleaved, with cold caches, until the median of
+the ratio is known to about 0.5 %: vLLM's backend; relay's backend with its cost model; relay's
+kernels without a group; and with every group. Planning is not in these times (see
+`bench_planning.py`), nor is the packing of segments, which is done once the regret of steps without
+it exceeds its cost.
 """
 
 import argparse
@@ -31,6 +32,7 @@ REQUESTS = (1, 2, 8, 32, 128)
 SHARED = (0, 512, 2048, 8192)
 OWN = (16, 2048)
 GROUPS = (1, 4, 16)
+WAYS = ("vLLM", "no groups", "groups")
 # Bars: the least ratio at any point, and the distance of the choice from the better way.
 NEVER_SLOWER, NEAR_BEST = 0.98, 1.10
 # Relative difference of outputs: rounding gives less, a wrong partial about 1.
@@ -53,7 +55,7 @@ def grid() -> list[tuple[int, ...]]:
 def row_of(point: tuple[int, ...], measured: dict[str, Any], heads: list[int]) -> dict[str, Any]:
     requests, shared, own, _, groups = point
     low, high = measured["quartiles"]
-    best = min(measured["stock_ms"], measured["always_ms"])
+    best = min(measured["stock_ms"], measured["alone_ms"], measured["always_ms"])
     return {
         "query_heads": heads[0],
         "kv_heads": heads[1],
@@ -66,13 +68,15 @@ def row_of(point: tuple[int, ...], measured: dict[str, Any], heads: list[int]) -
         "rounds": measured["rounds"],
         "stock_ms": round(measured["stock_ms"], 4),
         "relay_ms": round(measured["relay_ms"], 4),
+        "alone_ms": round(measured["alone_ms"], 4),
         "always_ms": round(measured["always_ms"], 4) if measured["shares"] else "",
-        "relayed": "yes" if measured["relayed"] else "no",
+        "choice": measured["choice"],
         "ratio": round(measured["ratio"], 4),
         "ratio_q1": round(low, 4),
         "ratio_q3": round(high, 4),
         "of_best": round(measured["relay_ms"] / best, 4),
         "predicted_stock_ms": round(measured["predicted_stock_ms"], 4),
+        "predicted_alone_ms": round(measured["predicted_alone_ms"], 4),
         "predicted_always_ms": round(measured["predicted_always_ms"], 4),
         "relative_difference": round(measured["relative_difference"], 6),
         "costs": measured["costs"],
@@ -85,7 +89,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     off = sorted(abs(row["predicted_stock_ms"] / row["stock_ms"] - 1) for row in rows)
     return {
         "points": len(rows),
-        "relayed": sum(row["relayed"] == "yes" for row in rows),
+        **{f"choice: {way}": sum(row["choice"] == way for row in rows) for way in WAYS},
         "lowest ratio": min(row["ratio"] for row in rows),
         "points below 0.98": sum(row["ratio"] < NEVER_SLOWER for row in rows),
         "within 10 % of the better": f"{sum(near) / len(near):.1%}",

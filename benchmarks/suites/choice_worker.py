@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_relay.calibration import kernels
 from vllm_relay.calibration.probe import Probe, Shape
-from vllm_relay.sharing import Planner, predict, reads
+from vllm_relay.sharing import Forest, Planner, predict, predict_stock, reads
 from vllm_relay.sharing.cost_store import find_costs
 
 # Rounds go on until the median of the ratios is known to such a part of it (its standard error),
@@ -43,12 +44,16 @@ def _measure(probe: Probe, shape: Shape) -> dict[str, Any]:
     )
     costs = found.costs.with_margin(found.margin)
     stock = probe.stock(common)
-    chosen, relayed = probe.relay(common, costs, levels=3)
-    always, shares = probe.relay(common, reads(), levels=3)
-    calls = [stock, chosen, *([always] if shares else [])]
+    chosen, stats = probe.relay(common, costs, levels=3)
+    always, most = probe.relay(common, reads(), levels=3)
+    alone = kernels.context(probe, common)
+    shares = most is not None and most.groups > 0
+    calls = [stock, chosen, alone, *([always] if shares else [])]
 
     expected = _of_first_layer(probe, stock)
-    difference = (_of_first_layer(probe, always) - expected).square().mean().sqrt()
+    difference = max(
+        (_of_first_layer(probe, call) - expected).square().mean().sqrt() for call in calls[1:]
+    )
     begun = time.perf_counter()
     times: list[list[float]] = [[] for _ in calls]
     while True:
@@ -65,29 +70,24 @@ def _measure(probe: Probe, shape: Shape) -> dict[str, Any]:
     tables, lens = common.block_table_tensor.numpy(), common.seq_lens.numpy()
     queries = np.full(shape.rows, shape.queries, dtype=np.int32)
     choice = Planner(probe.block, reads(), 3).plan(tables, lens, queries)
+    nothing = Forest((), len(lens), probe.block)
     return {
         "threads": torch.get_num_threads(),
         "costs": found.source,
         "stock_ms": 1e3 * medians[0],
         "relay_ms": 1e3 * medians[1],
+        "alone_ms": 1e3 * medians[2],
         "always_ms": 1e3 * medians[-1],
         "ratio": statistics.median(ratios),
         "quartiles": [float(low), float(high)],
-        "relayed": relayed,
+        "choice": "vLLM" if stats is None else "groups" if stats.groups else "no groups",
         "shares": shares,
-        "predicted_stock_ms": 1e3 * choice_time(choice, found.costs, False),
-        "predicted_always_ms": 1e3 * choice_time(choice, found.costs, True),
+        "predicted_stock_ms": 1e3 * predict_stock(choice.shape, found.costs),
+        "predicted_alone_ms": 1e3 * predict(nothing, choice.shape, found.costs),
+        "predicted_always_ms": 1e3 * predict(choice.forest, choice.shape, found.costs),
         "rounds": len(ratios),
         "relative_difference": float(difference / expected.square().mean().sqrt()),
     }
-
-
-def choice_time(choice: Any, costs: Any, relayed: bool) -> float:
-    """Predicted seconds of a step with the groups of a choice, or without."""
-    forest = choice.forest
-    if not relayed:
-        forest = type(forest)((), forest.num_rows, forest.block_size)
-    return predict(forest, choice.shape, costs)
 
 
 def _of_first_layer(probe: Probe, call: Any) -> torch.Tensor:

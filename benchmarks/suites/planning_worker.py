@@ -36,7 +36,7 @@ class PlanningWorker:
                 block_size = builder.kv_cache_spec.block_size
                 (impl, *_) = builder._impls
                 builder.planner = StepPlanner(
-                    impl, block_size, builder.dtype, costs_that_pay(), 3, PackedCache(1, 2**62)
+                    {impl.shape: costs_that_pay()}, block_size, 3, PackedCache(1, 2**62)
                 )
         if hasattr(self, "_plans"):
             self._plans.clear()
@@ -48,10 +48,11 @@ class PlanningWorker:
 
         def timed_plan(planner: Any, common: Any) -> Any:
             begun = time.perf_counter()
-            step, stats = plan(planner, common)
+            planned = plan(planner, common)
             taken = time.perf_counter() - begun
-            self._plans.append((common.num_reqs, taken, step is not None))
-            return step, stats
+            shared = any(stats.groups for _, stats in planned.values())
+            self._plans.append((common.num_reqs, taken, shared))
+            return planned
 
         def timed_execute(*args: Any, **kwargs: Any) -> Any:
             begun = time.perf_counter()

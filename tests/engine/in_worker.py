@@ -63,10 +63,10 @@ def _wrong_native_lse(which: slice) -> Callable[[Any], Any]:
 
     def planted(stock: Any) -> Any:
         class Wrong(stock):
-            def run(self, query: Any, cache: Any, segments: Any, out: Any) -> None:
-                self.call.lse.fill_(-torch.inf)
-                self.call.layouts[:] = [cache, *segments]
-                self.call.run(query)
+            def run(self, query: Any, cache: Any, segments: Any, out: Any, **of_layer: Any) -> None:
+                super().run(query, cache, segments, out, **of_layer)
+                if self.call.out is None:
+                    return
                 self.call.lse[which] += 0.1
                 fuse(list(self.call.out), list(self.call.lse), out, torch.from_numpy(self.order))
 
@@ -145,16 +145,18 @@ class WorkerExtension:
         stock = StepPlanner.plan
 
         def plan(self: Any, common: Any) -> Any:
-            step, stats = stock(self, common)
+            planned = stock(self, common)
             _watched["packed_bytes"] = max(_watched.get("packed_bytes", 0), self.packed.nbytes)
-            if step is not None:
+            for step, stats in planned.values():
+                if not stats.groups:
+                    continue
                 starts = step.plan.context.query_start_loc
                 grouped = step.plan.index[0][starts[:-1]] >= 0
                 seen = {"levels": [len(step.plan.levels)], "queries": np.diff(starts)[grouped]}
                 for name, values in seen.items():
                     for value in map(int, values):
                         _seen[name][value] = _seen[name].get(value, 0) + 1
-            return step, stats
+            return planned
 
         StepPlanner.plan = plan
 

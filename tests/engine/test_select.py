@@ -127,33 +127,26 @@ def test_a_forked_engine_and_an_attention_config(tmp_path: Path) -> None:
     assert result["counters"]["tokens_shared"] == 512 * result["counters"]["steps_relayed"]
 
 
-@pytest.mark.parametrize(
-    ("change", "engine", "reason"),
-    [
-        (
-            {
-                "model_type": "mistral",
-                "architectures": ["MistralForCausalLM"],
-                "sliding_window": 256,
-            },
-            {},
-            "a sliding window",
-        ),
-        ({}, {"kv_cache_dtype": "fp8"}, "a fp8 KV cache"),
-    ],
-    ids=["sliding-window", "fp8"],
-)
-def test_a_model_with_no_supported_layer_starts_delegates_and_says_so_once(
-    change: dict[str, Any], engine: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
+def test_a_model_with_no_supported_layer_starts_delegates_and_says_so_once(tmp_path: Path) -> None:
     model = write_random_model(tmp_path / "model", 4, 2, 64)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | change))
-    result = run_engine(tmp_path, _engine(model, attention_backend="relay", **engine))
+    spec = _engine(model, attention_backend="relay", kv_cache_dtype="fp8")
+    result = run_engine(tmp_path, spec)
     assert result["counters"]["steps"] == 0
     assert len(result["passes"][0]["tokens"]) == 6
     assert result["log"].count("relay: not used: no layer is supported") == 1
-    assert f"({reason})" in result["log"]
+    assert "(a fp8 KV cache)" in result["log"]
+
+
+def test_layers_with_a_sliding_window_share_what_they_see(tmp_path: Path) -> None:
+    model = write_random_model(tmp_path / "model", 4, 2, 64)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    (model / "config.json").write_text(json.dumps(config | {"sliding_window": 256}))
+    stock = run_engine(tmp_path, _engine(model))["passes"][0]
+    spec = {**_engine(model, attention_backend="relay"), "force": stock["tokens"]}
+    result = run_engine(tmp_path, spec)
+    assert result["counters"]["steps_relayed"] >= 8 and result["counters"]["fallbacks"] == 0
+    assert _distance(result["passes"][0], stock) < COARSE
 
 
 def _refusal(*flags: str) -> str:

@@ -56,8 +56,9 @@ def run_part(
 
 def _append(path: Path, row: Row) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
+    # Rows of another shape are of an older revision.
+    new = not path.exists() or path.read_text().partition("\n")[0] != ",".join(row)
+    with path.open("w" if new else "a", newline="") as file:
         writer = csv.DictWriter(file, list(row))
         if new:
             writer.writeheader()

@@ -72,7 +72,7 @@ def simulate(seed: int, steps: int, *, until_stale: bool = False) -> Counts:
 class RecordedStep:
     """The arguments of `NativeStep` that say what is read packed."""
 
-    def __init__(self, plan: Any, packed: list[bool], **layer: Any) -> None:
+    def __init__(self, plan: Any, packed: list[bool], shape: Any) -> None:
         self.packed = packed
 
 
@@ -105,8 +105,9 @@ class Engine:
         self.builder, self.impl, self.layer = bench.builder, bench.impl, bench.layer
         packed = PackedCache(1, scenario.room)
         costs = replace(reads(), copy=scenario.copy)
+        assert self.impl.shape is not None
         self.builder.planner = cpu.StepPlanner(
-            self.impl, BLOCK_SIZE, torch.float32, costs, scenario.levels, packed
+            {self.impl.shape: costs}, BLOCK_SIZE, scenario.levels, packed
         )
         self.impl.packed, self.impl.pack = packed, self.pack
         # The worker's persistent block table: columns and rows not in use are stale.
@@ -137,8 +138,7 @@ class Engine:
         ]
         self.pool.write(slots, nodes)
         self._check_engine(rows, queries)
-        relay = getattr(metadata, "relay", None)
-        if relay is not None:
+        for relay in getattr(metadata, "relay", {}).values():
             self._read(relay)
         held = {block for request in rows for block in request.blocks}
         self.untouched = set(range(self.scenario.blocks)) - held

@@ -42,8 +42,8 @@ FAULTS = {
     "one block too many is computed": Fault(
         StepPlanner,
         "plan",
-        "(lens - queries) // self._block_size",
-        "1 + (lens - queries) // self._block_size",
+        "(lens - np.diff(starts)) // self._block_size",
+        "1 + (lens - np.diff(starts)) // self._block_size",
         seed=19,
     ),
     "computed blocks are not looked at": Fault(

@@ -16,6 +16,7 @@ from tests.soak.hostile_text import Case, accepted
 from vllm_relay.ops import context_attention, providers, relay_fusion, system_attention
 from vllm_relay.ops.native import library as native
 from vllm_relay.ops.native.packed import PackedSegment
+from vllm_relay.ops.native.prepared import AttentionShape
 from vllm_relay.ops.step.native import NativeStep
 from vllm_relay.sharing import Forest, Group, Segment, make_plan
 
@@ -235,8 +236,10 @@ def _step(rng: Random, guards: Guards) -> Callable[[], Any]:
             for group, is_packed in zip(level, packed, strict=True)
             if is_packed
         ]
-        shape = {"heads": heads, "kv_heads": kv_heads, "head_size": size, "dtype": dtype}
-        step = NativeStep(plan, packed, **shape, scale=size**-0.5)
+        shape = AttentionShape(
+            heads=heads, kv_heads=kv_heads, head_size=size, dtype=dtype, scale=size**-0.5
+        )
+        step = NativeStep(plan, packed, shape)
         step.run(q, layout, [segment.from_token(0) for segment in segments], out)
 
     return call

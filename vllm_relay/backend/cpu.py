@@ -1,15 +1,16 @@
 """The relay backend on vLLM's CPU engine: thin subclasses of vLLM's own ``CPU_ATTN``.
 
-A step with groups runs, per layer, one call of our own kernels: system attention of every level,
-the contexts of all requests, and relay fusion. Every other step, and every layer that relay does
-not cover, is vLLM's own code on vLLM's own metadata. Requests may have any number of query tokens:
-decodes, drafts to verify, prefills.
+A step runs, per layer, one call of our own kernels: system attention of every level, the contexts
+of all requests, and relay fusion; without groups, the contexts alone. A step for which vLLM's own
+attention is predicted to be faster, and every layer that the kernels do not cover, is vLLM's own
+code on vLLM's own metadata. Requests may have any number of query tokens: decodes, drafts to
+verify, prefills.
 """
 
 import logging
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,13 +29,16 @@ from vllm_relay.backend.cpu_impl import RelayImpl, RelayMetadata, RelayStep
 from vllm_relay.backend.engine_support import engine_refusal
 from vllm_relay.backend.fallback import Fallback
 from vllm_relay.backend.memory import memory_bound
-from vllm_relay.backend.packed_cache import PackedCache, written_blocks
+from vllm_relay.backend.packed_cache import Found, PackedCache, written_blocks
 from vllm_relay.config import RelayConfig, only_system_kv
 from vllm_relay.ops.native import library as native
+from vllm_relay.ops.native.prepared import AttentionShape
 from vllm_relay.ops.step.native import NativeStep, partial_bytes
 from vllm_relay.plan import SharingStats
-from vllm_relay.sharing import Costs, Planner, make_plan, reads, stats_of
+from vllm_relay.sharing import Costs, Forest, Planner, make_plan, reads, stats_of
 from vllm_relay.sharing.cost_store import SHIPPED, cpu_name, find_costs
+from vllm_relay.sharing.forest import Int32Array
+from vllm_relay.sharing.window import UNSEEN, without_null_blocks
 
 LEVELS = 3
 
@@ -59,18 +63,15 @@ class StepPlanner:
     """Plans the steps of one KV cache group.
 
     Args:
-        layer: the attention of any relayed layer; all have its heads and scale.
-        block_size: of the block tables. dtype: of queries and KV.
-        costs, max_levels: as `sharing.choose`. packed: the packed segments.
-        max_partial_bytes: a step whose partials take more is vLLM's own.
+        costs: of each shape of layers. block_size: of the block tables.
+        max_levels: as `sharing.choose`. packed: the packed segments.
+        max_partial_bytes: a step whose partials would take more has no groups.
     """
 
     def __init__(
         self,
-        layer: RelayImpl,
+        costs: Mapping[AttentionShape, Costs],
         block_size: int,
-        dtype: torch.dtype,
-        costs: Costs,
         max_levels: int,
         packed: PackedCache,
         max_partial_bytes: float = math.inf,
@@ -78,44 +79,56 @@ class StepPlanner:
         self.packed = packed
         self._max_partial_bytes = max_partial_bytes
         self._block_size = block_size
-        self._costs = costs
-        self._planner = Planner(block_size, costs, max_levels)
-        self._layer: dict[str, Any] = {
-            "heads": layer.num_heads,
-            "kv_heads": layer.num_kv_heads,
-            "head_size": layer.head_size,
-            "dtype": dtype,
-            "scale": layer.scale,
+        self._planners = {
+            shape: Planner(block_size, of_shape, max_levels, shape.window)
+            for shape, of_shape in costs.items()
         }
 
-    def plan(self, common: Any) -> tuple[RelayStep | None, SharingStats]:
+    def plan(self, common: Any) -> dict[AttentionShape, tuple[RelayStep, SharingStats]]:
         """One step; ``common``: vLLM's CommonAttentionMetadata. Called for every step.
 
         Returns:
-            None where vLLM's own attention is predicted to be as fast; and what the step shares.
+            By shape, without those for which vLLM's own attention is predicted to be faster.
         """
         table = common.block_table_tensor[: common.num_reqs].numpy()
         lens = common.seq_lens[: common.num_reqs].numpy()
         starts = common.query_start_loc[: common.num_reqs + 1].numpy()
-        queries = np.diff(starts)
         if self.packed:
             # All of it: whatever else is cut off a step, the engine writes these.
             slots = common.slot_mapping.numpy()
-            computed = (lens - queries) // self._block_size
+            computed = (lens - np.diff(starts)) // self._block_size
             self.packed.begin_step(table, computed, written_blocks(slots, self._block_size))
-        if len(lens) < 2 or common.causal is not True:
-            return None, SharingStats(steps=1)
-        choice = self._planner.plan(table, lens, queries)
-        levels = len(choice.forest.levels)
-        heads, head_size = self._layer["heads"], self._layer["head_size"]
-        need = int(starts[-1]) * partial_bytes(levels, heads, head_size)
-        if not levels or need > self._max_partial_bytes:
-            return None, SharingStats(steps=1)
-        found = self.packed.of_step(choice, table, self._costs)
-        plan = make_plan(choice.forest, table, lens, starts)
-        attention = NativeStep(plan, [held is not None for held in found], **self._layer)
+        if common.causal is not True:
+            return {}
+        found = {shape: self._plan_shape(shape, table, lens, starts) for shape in self._planners}
+        return {shape: planned for shape, planned in found.items() if planned is not None}
+
+    def _plan_shape(
+        self, shape: AttentionShape, table: Int32Array, lens: Int32Array, starts: Int32Array
+    ) -> tuple[RelayStep, SharingStats] | None:
+        planner = self._planners[shape]
+        if shape.window:
+            table = without_null_blocks(table)
+        choice = planner.plan(table, lens, np.diff(starts))
+        if not choice.ours:
+            return None
+        forest = choice.forest
+        levels = len(forest.levels)
+        if (
+            int(starts[-1]) * partial_bytes(levels, shape.heads, shape.head_size)
+            > self._max_partial_bytes
+        ):
+            forest = Forest((), forest.num_rows, forest.block_size)
+        if shape.window:
+            table = np.where(table < UNSEEN, table, 0)  # which nobody reads
+        plan = make_plan(forest, table, lens, starts)
+        groups = sum(map(len, forest.levels))
+        found: list[Found | None] = [None] * groups
+        if groups and not shape.window:  # what a window sees of a segment is soon another part
+            found = self.packed.of_step(choice, table, planner.costs)
+        attention = NativeStep(plan, [held is not None for held in found], shape)
         step = RelayStep(plan, [held for held in found if held is not None], attention)
-        return step, stats_of(choice.forest, lens)
+        return step, stats_of(forest, lens)
 
 
 class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -135,7 +148,7 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
             vllm_config, Attention, layer_names
         )
         self._impls: list[RelayImpl] = [layer.impl for layer in self._layers.values()]
-        self._bytes_per_token = 0
+        self._bytes_per_token: dict[AttentionShape, int] = {}
         self._relayed = False
         self._fallback = Fallback()
         self._scrubbed: list[RelayImpl] = []
@@ -152,40 +165,38 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
             layer.impl.prepare(layer, block_size, dtype)
         if not self._decide(config, vllm_config):
             return None
-        served = [impl for impl in self._impls if impl.refusal is None]
-        self._bytes_per_token = _kv_elements(served) * dtype.itemsize
+        served = [impl for impl in self._impls if impl.shape is not None]
+        shapes = dict.fromkeys(impl.shape for impl in served if impl.shape is not None)
+        self._bytes_per_token = {
+            shape: _kv_bytes(x for x in served if x.shape == shape) for shape in shapes
+        }
         every = get_layers_from_vllm_config(vllm_config, Attention).values()
-        of_model = [x.impl for x in every if getattr(x.impl, "refusal", "") is None]
-        costs = self._costs_of(served[0], config.min_saved_tokens)
+        of_model = [x.impl for x in every if getattr(x.impl, "shape", None) is not None]
         levels = config.max_levels or LEVELS
         bound = memory_bound(
             vllm_config,
             self.kv_cache_spec.page_size_bytes * len(self._layers),
-            partial_bytes(levels, served[0].num_heads, served[0].head_size),
+            max(partial_bytes(levels, shape.heads, shape.head_size) for shape in shapes),
             config.max_copy_gib,
-            _kv_elements(served) / _kv_elements(of_model),
+            _kv_bytes(served) / _kv_bytes(of_model),
         )
         metrics.say_once(
             f"takes at most {bound.total / 2**30:.2f} GiB per worker beside the KV cache for "
-            f"{len(served)} of {len(of_model)} layers: {bound.packed / 2**30:.2f} GiB of packed "
-            "segments, the rest for partials",
+            f"{len(served)} of {len(of_model)} layers, on kernels for {native.loaded().isa}: "
+            f"{bound.packed / 2**30:.2f} GiB of packed segments, the rest for partials",
             logging.INFO,
         )
-        packed = PackedCache(self._bytes_per_token * block_size, bound.packed)
+        packed = PackedCache(sum(self._bytes_per_token.values()) * block_size, bound.packed)
         for impl in served:
             impl.packed, impl.failed = packed, self.failed
         self._scrubbed = served if config.scrub else []
         metrics.report_at_exit()
-        return StepPlanner(served[0], block_size, self.dtype, costs, levels, packed, bound.partials)
+        costs = {shape: self._costs_of(shape, config.min_saved_tokens) for shape in shapes}
+        return StepPlanner(costs, block_size, levels, packed, bound.partials)
 
     def _decide(self, config: RelayConfig, vllm_config: Any) -> bool:
         """Whether this builder plans at all; says why not, and which layers it leaves to vLLM."""
         refusals = {impl.refusal for impl in self._impls}
-        served = {
-            (impl.num_heads, impl.num_kv_heads, impl.head_size, impl.scale)
-            for impl in self._impls
-            if impl.refusal is None
-        }
         reason = engine_refusal(vllm_config, self.kv_cache_spec)
         if not config.enabled:
             reason = "switched off by additional_config"
@@ -195,8 +206,6 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
             # Connectors write blocks outside forward passes, unseen by `PackedCache`; ours writes
             # them before the first and later only what they held.
             reason = "another KV connector is configured"
-        elif len(served) > 1:
-            reason = "layers differ in their heads or their scale"
         else:
             # The whole model counts: another builder may relay another KV cache group.
             every = get_layers_from_vllm_config(vllm_config, Attention).values()
@@ -208,7 +217,7 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
             return False
         for refusal in sorted(refusal for refusal in refusals if refusal is not None):
             metrics.say_once(f"layers with {refusal} stay on vLLM's own CPU attention")
-        return bool(served)
+        return None in refusals
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -217,17 +226,34 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         if self.planner is None:
             return metadata
         try:
-            step, stats = self.planner.plan(common_attn_metadata)
-            metrics.count_step(stats, self._bytes_per_token)
-            self._relay(step is not None)
-            if step is None:
+            planned = self.planner.plan(common_attn_metadata)
+            self._count(planned)
+            self._relay(bool(planned))
+            if not planned:
                 return metadata
+            steps = {shape: step for shape, (step, _) in planned.items()}
             if self._scrubbed:
-                step = replace(step, scrubbed=random.choice(self._scrubbed))
-            return RelayMetadata(**vars(metadata), relay=step)
+                layer = random.choice(self._scrubbed)
+                assert layer.shape is not None
+                if layer.shape in steps:
+                    steps[layer.shape] = replace(steps[layer.shape], scrubbed=layer)
+            return RelayMetadata(**vars(metadata), relay=steps)
         except Exception as error:
             self.failed("planning", error)
             return metadata
+
+    def _count(self, planned: Mapping[AttentionShape, tuple[RelayStep, SharingStats]]) -> None:
+        """Count a step as that of the shape that shares most."""
+        stats = max(
+            (stats for _, stats in planned.values()),
+            key=lambda stats: stats.tokens_saved,
+            default=SharingStats(steps=1),
+        )
+        saved = {shape: stats.tokens_saved for shape, (_, stats) in planned.items()}
+        metrics.count_step(
+            replace(stats, steps_ungrouped=int(bool(planned) and not stats.groups)),
+            sum(tokens * self._bytes_per_token[shape] for shape, tokens in saved.items()),
+        )
 
     def _relay(self, relayed: bool) -> None:
         if relayed != self._relayed:
@@ -256,28 +282,29 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         """This machine and its instruction sets, the key of measured costs."""
         return cpu_name(self.isa, native.loaded().isa)
 
-    def _costs_of(self, layer: RelayImpl, min_saved_tokens: int | None) -> Costs:
+    def _costs_of(self, shape: AttentionShape, min_saved_tokens: int | None) -> Costs:
         """Costs to plan by: KV reads where a setting says so, else predicted time."""
         if min_saved_tokens is not None:
             return reads(min_saved_tokens)
-        shape = {
-            "heads": layer.num_heads,
-            "kv_heads": layer.num_kv_heads,
-            "head_size": layer.head_size,
+        of: dict[str, Any] = {
+            "heads": shape.heads,
+            "kv_heads": shape.kv_heads,
+            "head_size": shape.head_size,
             "device": self.device_name(),
             "dtype": str(self.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
         }
         try:
-            found = find_costs(**shape)
+            found = find_costs(**of)
         except ValueError as error:
             metrics.say_once(f"{error}; costs shipped with vllm-relay are used")
-            found = find_costs(**shape, files=[SHIPPED])
+            found = find_costs(**of, files=[SHIPPED])
         if found.guessed:
             metrics.say_once(f"{found.source}; `vllm-relay calibrate` measures it")
         return found.costs.with_margin(found.margin)
 
 
-def _kv_elements(impls: Sequence[RelayImpl]) -> int:
-    """Elements of one token's keys and values in some layers."""
-    return sum(2 * impl.num_kv_heads * impl.head_size for impl in impls)
+def _kv_bytes(impls: Iterable[RelayImpl]) -> int:
+    """Bytes of one token's keys and values in some layers."""
+    shapes = [impl.shape for impl in impls if impl.shape is not None]
+    return sum(2 * x.kv_heads * x.head_size * x.dtype.itemsize for x in shapes)

@@ -1,8 +1,8 @@
-"""One layer's relay attention on vLLM's CPU engine: vLLM's own, with the relay path in front."""
+"""One layer's attention on vLLM's CPU engine: vLLM's own, with our kernels in front."""
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,14 @@ from vllm_relay.backend.kv_layout import BlockLayout, find_layout
 from vllm_relay.backend.packed_cache import Found, PackedCache, Segment
 from vllm_relay.ops.native import library as native
 from vllm_relay.ops.native.packed import PackedSegment
+from vllm_relay.ops.native.prepared import AttentionShape
 from vllm_relay.ops.step.native import NativeStep
 from vllm_relay.sharing import HostPlan
 
 
 @dataclass(frozen=True, eq=False)
 class RelayStep:
-    """The plan of one step, laid out once and run by every layer.
+    """The plan of one step, laid out once and run by every layer of one shape.
 
     Attributes:
         segments: packed segments that `attention` reads, in its order.
@@ -37,16 +38,21 @@ class RelayStep:
 
 @dataclass
 class RelayMetadata(CPUAttentionMetadata):
-    """vLLM's metadata of a step that is relayed; other steps carry vLLM's own class."""
+    """vLLM's metadata of a step that our kernels run; other steps carry vLLM's own class.
 
-    relay: RelayStep | None = None
+    Attributes:
+        relay: by the shape of layers; a shape that is not there runs vLLM's own attention.
+    """
+
+    relay: Mapping[AttentionShape, RelayStep] = field(default_factory=dict)
 
 
 class RelayImpl(CPUAttentionBackendImpl):
-    """vLLM's CPU attention of one layer, with the relay path in front of it.
+    """vLLM's CPU attention of one layer, with our kernels in front of it.
 
     Attributes:
-        refusal: what about this layer relay does not cover; None where it is relayed.
+        refusal: what about this layer the kernels do not cover; None where they run it.
+        shape: its attention; None where it is refused.
         packed: the packed segments of the builder that plans for this layer.
         failed: its `RelayMetadataBuilder.failed`.
     """
@@ -54,6 +60,7 @@ class RelayImpl(CPUAttentionBackendImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.refusal = self._refusal()
+        self.shape: AttentionShape | None = None
         self.packed: PackedCache | None = None
         self.failed: Callable[[str, Exception], None] | None = None
         self._layout: BlockLayout | None = None
@@ -63,10 +70,6 @@ class RelayImpl(CPUAttentionBackendImpl):
     def _refusal(self) -> str | None:
         checks = (
             (self.attn_type != AttentionType.DECODER, f"{self.attn_type} attention"),
-            (self.sliding_window > 0, "a sliding window"),
-            (self.alibi_slopes is not None, "ALiBi"),
-            (bool(self.logits_soft_cap), "a logits soft cap"),
-            (self.sinks is not None, "attention sinks"),
             (self.kv_cache_dtype != "auto", f"a {self.kv_cache_dtype} KV cache"),
         )
         return next((name for applies, name in checks if applies), None)
@@ -74,8 +77,8 @@ class RelayImpl(CPUAttentionBackendImpl):
     def relay(self, wanted: bool) -> None:
         """Put `forward_relayed` in the place of vLLM's ``forward``, or take it away again.
 
-        A step in which nothing is relayed runs vLLM's own method, without a call in front of it.
-        Either gives the right output: the metadata of a relayed step is vLLM's, too.
+        A step that our kernels do not run has vLLM's own method, without a call in front of it.
+        Either gives the right output: the metadata of our steps is vLLM's, too.
         """
         if wanted:
             self.forward = self.forward_relayed
@@ -101,6 +104,16 @@ class RelayImpl(CPUAttentionBackendImpl):
         one = torch.empty(1, self.num_kv_heads, block_size, 2 * self.head_size, dtype=dtype)
         if self._layout is None or self._layout.for_kernels(one) is None:
             self.refusal = "KV blocks in an unknown layout"
+            return
+        self.shape = AttentionShape(
+            heads=self.num_heads,
+            kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            dtype=dtype,
+            scale=self.scale,
+            softcap=float(self.logits_soft_cap),
+            window=max(self.sliding_window, 0),
+        )
 
     def kernel_layout(self, kv_cache: torch.Tensor) -> native.Layout:
         """The KV cache ``[blocks, Hkv, block_size, 2 * D]`` of a relayed layer for the kernels."""
@@ -156,9 +169,11 @@ class RelayImpl(CPUAttentionBackendImpl):
         **kwargs: Any,
     ) -> torch.Tensor:
         """As vLLM's: query, output ``[T, Hq, D]``, cache ``[blocks, Hkv, block_size, 2 * D]``."""
-        step = attn_metadata.relay if isinstance(attn_metadata, RelayMetadata) else None
+        step = None
+        if isinstance(attn_metadata, RelayMetadata) and self.shape is not None:
+            step = attn_metadata.relay.get(self.shape)
         scaled = any(x is not None for x in (*args, *kwargs.values()))  # a quantized output
-        if step is not None and self.refusal is None and not scaled:
+        if step is not None and not scaled:
             try:
                 for name, tensor in (("queries", query), ("outputs", output)):
                     if tensor.dtype != kv_cache.dtype:
@@ -167,7 +182,14 @@ class RelayImpl(CPUAttentionBackendImpl):
                     self.pack(layer, kv_cache, segment).from_token(first * kv_cache.shape[2])
                     for segment, first in step.segments
                 ]
-                step.attention.run(query, self.kernel_layout(kv_cache), segments, output)
+                step.attention.run(
+                    query,
+                    self.kernel_layout(kv_cache),
+                    segments,
+                    output,
+                    slopes=self.alibi_slopes,
+                    sinks=None if self.sinks is None else self.sinks.float().contiguous(),
+                )
                 if step.scrubbed is self:
                     own = torch.empty_like(output)
                     super().forward(layer, query, key, value, kv_cache, attn_metadata, own)
@@ -177,9 +199,9 @@ class RelayImpl(CPUAttentionBackendImpl):
                 return output
             except Exception as error:
                 assert self.failed is not None and isinstance(attn_metadata, RelayMetadata)
-                attn_metadata.relay = None  # the other layers of the step
+                attn_metadata.relay = {}  # the other layers of the step
                 self.failed("attention", error)
-        # The metadata of a relayed step is vLLM's, too.
+        # The metadata of our steps is vLLM's, too.
         return super().forward(
             layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
         )

@@ -13,30 +13,16 @@ from vllm_relay.ops.native import library as native
 from vllm_relay.ops.native.packed import PackedSegment
 from vllm_relay.ops.native.prepared import PreparedAttention
 from vllm_relay.ops.step.native import NativeStep, sequences_of
-from vllm_relay.plan import Part, Plan
+from vllm_relay.plan import Part
+from vllm_relay.sharing import Forest, make_plan
 
 
 def context(probe: Probe, common: CommonAttentionMetadata) -> Callable[[], torch.Tensor]:
     """Context attention of every request to all of its own blocks: a plan without groups."""
-    starts = common.query_start_loc.numpy()
-    part = Part(
-        query_start_loc=starts,
-        seq_lens=common.seq_lens.numpy(),
-        block_table=common.block_table_tensor.numpy(),
-        max_query_len=common.max_query_len,
-        max_seq_len=common.max_seq_len,
-        causal=True,
-    )
-    plan = Plan(levels=(), context=part, index=np.empty((0, starts[-1]), dtype=np.int32))
-    impl = probe.impl
-    step = NativeStep(
-        plan,
-        heads=impl.num_heads,
-        kv_heads=impl.num_kv_heads,
-        head_size=impl.head_size,
-        dtype=probe.dtype,
-        scale=impl.scale,
-    )
+    table, lens = common.block_table_tensor.numpy(), common.seq_lens.numpy()
+    forest = Forest((), len(lens), probe.block)
+    plan = make_plan(forest, table, lens, common.query_start_loc.numpy())
+    step = NativeStep(plan, [], probe.shape)
     query = probe.query(common)
     out = torch.empty_like(query)
 
@@ -52,27 +38,31 @@ def system(
     probe: Probe, query: torch.Tensor, table: np.ndarray, packed: bool = False
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """System attention of queries ``[T, Hq, D]`` to a segment of these blocks."""
-    impl = probe.impl
     table = np.ascontiguousarray(table, dtype=np.int32)
-    starts, lens = np.array([0, len(query)]), np.array([len(table) * probe.block])
-    sequences = sequences_of(table[None], starts, lens, causal=False)
+    tokens = len(table) * probe.block
+    part = Part(
+        query_start_loc=np.array([0, len(query)], dtype=np.int32),
+        seq_lens=np.array([tokens], dtype=np.int32),
+        block_table=table[None],
+        max_query_len=len(query),
+        max_seq_len=tokens,
+        causal=False,
+    )
     layouts = {layer.layer_name: _layout(probe, layer) for layer in probe.layers}
     segments = {}
     if packed:
         segments = {name: _pack(probe, layout, table) for name, layout in layouts.items()}
         layouts = {name: segment.layout for name, segment in segments.items()}
     # Laid out once, as a step is.
-    out = query.new_empty(1, *query.shape)
-    prepared = PreparedAttention(
-        sequences, out, kv_heads=impl.num_kv_heads, dtype=query.dtype, scale=impl.scale
-    )
+    out = torch.empty_like(query)
+    prepared = PreparedAttention(sequences_of(part), len(query), probe.shape, lse=True)
     keep = (table, segments)
 
     def call() -> tuple[torch.Tensor, torch.Tensor]:
         assert keep  # what the call has the addresses of
         prepared.layouts[0] = layouts[probe.next_layer().layer_name]
-        prepared.run(query)
-        return out[0], prepared.lse[0]
+        prepared.run(query, out)
+        return out, prepared.lse[0]
 
     return call
 

@@ -158,9 +158,7 @@ def _rest(probe: Probe, found: Constants) -> tuple[float, float]:
         planner = Planner(probe.block, reads(), 1)
         queries = np.full(shape.rows, shape.queries, dtype=np.int32)
         choice = planner.plan(common.block_table_tensor.numpy(), common.seq_lens.numpy(), queries)
-        # Every request is in a group.
-        rest = costs.beside_groups().stock.call
-        predicted.append(predict(choice.forest, choice.shape, costs) - rest)
+        predicted.append(predict(choice.forest, choice.shape, costs))
     step = max(float(np.median(np.array(taken) - np.array(predicted))), 0.0)
     errors = np.abs((np.array(predicted) + step) / np.array(taken) - 1)
     return step, float(np.median(errors))

@@ -24,6 +24,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm_relay.backend.cpu import RelayMetadataBuilder, StepPlanner
 from vllm_relay.backend.cpu_impl import RelayImpl, RelayMetadata
 from vllm_relay.backend.packed_cache import PackedCache
+from vllm_relay.plan import SharingStats
 from vllm_relay.sharing import Costs
 
 # Read between calls to empty the caches, as the weights of the layers in between do in a model.
@@ -62,8 +63,10 @@ class Probe:
             raise ValueError("relay's CPU backend does not serve this model")
         self.builder: RelayMetadataBuilder = found
         layers = get_layers_from_vllm_config(worker.vllm_config, Attention, found.layer_names)
-        self.layers = [layer for layer in layers.values() if layer.impl.refusal is None]
+        self.layers = [layer for layer in layers.values() if layer.impl.shape is not None]
         self.impl: RelayImpl = self.layers[0].impl
+        assert self.impl.shape is not None
+        self.shape = self.impl.shape
         self.block: int = found.kv_cache_spec.block_size
         self.dtype: torch.dtype = self.cache(self.layers[0]).dtype
         self.heads: tuple[int, int] = (self.impl.num_heads, self.impl.head_size)
@@ -125,19 +128,21 @@ class Probe:
 
     def relay(
         self, common: CommonAttentionMetadata, costs: Costs, levels: int = 1
-    ) -> tuple[Callable[[], torch.Tensor], bool]:
-        """Relay's backend on a step planned by these costs; and whether the step is relayed.
+    ) -> tuple[Callable[[], torch.Tensor], SharingStats | None]:
+        """Relay's backend on a step planned by these costs; and what the step shares.
 
-        Segments are packed at once, as if their price had been paid.
+        None where it is left to vLLM's own attention. Segments are packed at once, as if their
+        price had been paid.
         """
         costs, packed = replace(costs, copy=0.0), PackedCache(1, 2**62)
-        planner = StepPlanner(self.impl, self.block, self.dtype, costs, levels, packed)
+        planner = StepPlanner({self.shape: costs}, self.block, levels, packed)
         metadata = CPUAttentionMetadataBuilder.build(self.builder, 0, common)
-        step, _ = planner.plan(common)
-        if step is None:
-            return self._forward(metadata, common), False
-        metadata = RelayMetadata(**vars(metadata), relay=step)
-        return self._forward(metadata, common, RelayImpl.forward_relayed), True
+        planned = planner.plan(common)
+        if not planned:
+            return self._forward(metadata, common), None
+        ((step, stats),) = planned.values()
+        metadata = RelayMetadata(**vars(metadata), relay={self.shape: step})
+        return self._forward(metadata, common, RelayImpl.forward_relayed), stats
 
     def _forward(
         self,

@@ -18,6 +18,8 @@ def attention_lse(
     causal: bool = False,
     window: int | None = None,
     softcap: float = 0.0,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Dense attention with its log-sum-exp.
@@ -29,6 +31,8 @@ def attention_lse(
         causal: query i of T sees keys 0 .. S - T + i (aligned to the end); else it sees all.
         window: query i does not see keys before S - T + i - window; None: no limit.
         softcap: scores become softcap * tanh(score / softcap); 0: they do not.
+        slopes: [Hq], ALiBi's: slope * (key - (S - T + i)) is added to the scores.
+        sinks: [Hq], logits of one more key whose value is 0.
 
     Returns:
         out [T, Hq, D] and lse [Hq, T] (natural logarithm), both in `dtype`. A query that sees no
@@ -45,15 +49,20 @@ def attention_lse(
         scores = torch.tanh(scores / softcap) * softcap
     key = torch.arange(keys, device=q.device)
     last = torch.arange(tokens, device=q.device)[:, None] + keys - tokens
+    if slopes is not None:
+        slopes = slopes.to(dtype).view(kv_heads, -1, 1, 1)
+        scores = scores + slopes * (key - last)
     if causal:
         scores = scores.masked_fill(key > last, -torch.inf)
     if window is not None:
         scores = scores.masked_fill(key < last - window, -torch.inf)
     lse = torch.logsumexp(scores, -1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.to(dtype).view(kv_heads, -1, 1))
     weights = torch.exp(scores - lse[..., None])
     weights = weights.masked_fill(torch.isneginf(lse)[..., None], 0)
     out = torch.einsum("hgts,shd->thgd", weights, v)
-    return out.reshape(tokens, heads, head_size), lse.reshape(heads, tokens)
+    return out.reshape(tokens, heads, v.shape[-1]), lse.reshape(heads, tokens)
 
 
 def context_attention(

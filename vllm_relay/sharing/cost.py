@@ -1,4 +1,4 @@
-"""The cost model: the predicted time of a step's attention, stock and with a forest of groups.
+"""The cost model: the predicted time of a step's attention, by vLLM's kernel and by ours.
 
 Each kernel takes, per layer,
 
@@ -7,10 +7,10 @@ Each kernel takes, per layer,
          request + pair * (query token, KV token) pairs
 
 The terms are launches, work per query, memory traffic, traffic from caches, more of that where a
-request's KV exceeds a core's own cache, and arithmetic. vLLM's own kernel reads what requests share
-from memory once and from caches for each. System attention reads a segment once for all its
-queries; context attention reads the rest of the grouped requests; fusion takes time per query token
-and partial. Ungrouped requests of a step with groups cost `Costs.ungrouped`.
+request's KV exceeds a core's own cache, and arithmetic. vLLM's own kernel and context attention
+read what requests share from memory once and from caches for each. System attention reads a segment
+once for all its queries; context attention reads the rest of every request; fusion, in a step with
+groups, takes time per query token and partial.
 
 The memory traffic of a prefix in no group is charged to its requests in equal parts. So predicted
 time is a sum over groups and requests, and good groups can be found by recursion.
@@ -63,7 +63,6 @@ class Costs:
         stock: vLLM's own attention. context: context attention, which returns the LSE.
         system: system attention; ``call`` is per group, ``token`` per query token and level.
         packed: system attention of packed segments; `system` where None.
-        ungrouped: requests in no group of a step with groups; `stock` where None.
         near: KV tokens of a request that a core's own cache holds.
         fusion: per query token and partial.
         step: per step with groups, whatever is in it. level: per level.
@@ -74,7 +73,6 @@ class Costs:
     context: KernelCosts
     system: KernelCosts
     packed: KernelCosts | None = None
-    ungrouped: KernelCosts | None = None
     near: float = 0.0
     fusion: float = 0.0
     step: float = 0.0
@@ -87,19 +85,14 @@ class Costs:
         """Seconds that requests take to read so many KV tokens each, beside the first reads."""
         return kernel.read * tokens + kernel.far * np.maximum(tokens - self.near, 0)
 
-    def beside_groups(self) -> "Costs":
-        """The costs of a step with groups: `ungrouped` in the place of `stock`."""
-        return replace(self, stock=self.ungrouped or self.stock)
-
     def with_margin(self, margin: float) -> "Costs":
-        """These costs with the relayed path slower by ``margin`` (0.1: by 10 %)."""
+        """These costs with our kernels slower by ``margin`` (0.1: by 10 %)."""
         factor = 1 + margin
         return replace(
             self,
             context=self.context.times(factor),
             system=self.system.times(factor),
             packed=self.packed and self.packed.times(factor),
-            ungrouped=self.ungrouped and self.ungrouped.times(factor),
             fusion=factor * self.fusion,
             step=factor * self.step,
             level=factor * self.level,
@@ -107,7 +100,9 @@ class Costs:
 
 
 def reads(min_saved_tokens: int = 0) -> Costs:
-    """Costs that count KV tokens read instead of seconds; ties: fewer groups, then more members.
+    """Costs that count KV tokens read instead of seconds.
+
+    Ties: fewer groups, then more members, and our kernels rather than vLLM's.
 
     Args:
         min_saved_tokens: least reads that a group has to save.
@@ -115,9 +110,9 @@ def reads(min_saved_tokens: int = 0) -> Costs:
     # Far below one token, for a thousand groups and a million requests.
     tie = 2.0**-11
     return Costs(
-        stock=KernelCosts(token=tie**2, read=1.0),
+        stock=KernelCosts(call=tie**2, read=1.0),
         context=KernelCosts(read=1.0),
-        system=KernelCosts(call=max(min_saved_tokens - tie, tie), first=1.0),
+        system=KernelCosts(call=max(min_saved_tokens - tie, tie), token=-(tie**2), first=1.0),
     )
 
 
@@ -166,15 +161,9 @@ def predict_stock(shape: StepShape, costs: Costs) -> float:
 
 
 def predict(forest: Forest, shape: StepShape, costs: Costs) -> float:
-    """Seconds per layer that a step takes with these groups; without any, `predict_stock`.
-
-    The kernel of ungrouped requests is charged its call even when every request is in a group.
-    """
-    if not forest.levels:
-        return predict_stock(shape, costs)
-    costs = costs.beside_groups()
-    total = predict_stock(shape, costs)
-    size, context, system, stock = shape.block_size, costs.context, costs.system, costs.stock
+    """Seconds per layer that a step takes on our kernels with these groups, or without any."""
+    size, context, system = shape.block_size, costs.context, costs.system
+    total = context.call
     queries = shape.query_lens.astype(np.int64)
     end = np.zeros(len(queries), dtype=np.int64)
     partials = np.zeros(len(queries), dtype=np.int64)
@@ -182,7 +171,6 @@ def predict(forest: Forest, shape: StepShape, costs: Costs) -> float:
     node_of = np.zeros(len(queries), dtype=np.int64)
     for node, own in enumerate(shape.trie.rows):
         node_of[own] = node
-    total += costs.step + context.call
     for level in forest.levels:
         total += costs.level
         for group in level:
@@ -192,14 +180,11 @@ def predict(forest: Forest, shape: StepShape, costs: Costs) -> float:
             end[rows] = group.segment.end * size
             partials[rows] += 1
             held[rows] = size * shape.trie.share(int(node_of[rows[0]]), group.segment.end)
-    grouped = np.flatnonzero(partials)
-    q, lens = queries[grouped], shape.seq_lens[grouped].astype(np.int64)
-    left, first = lens - end[grouped], shape.shares()[grouped]
-    total -= stock.token * q.sum() + stock.first * first.sum()
-    total -= costs.reading(stock, lens).sum() + stock.pair * (q @ lens)
-    total += context.token * q.sum() + context.first * (first - held[grouped]).sum()
-    total += costs.reading(context, left).sum() + context.pair * (q @ left)
-    total += costs.fusion * (q @ (partials[grouped] + 1))
+    left = shape.seq_lens.astype(np.int64) - end
+    total += context.token * queries.sum() + context.first * (shape.shares() - held).sum()
+    total += costs.reading(context, left).sum() + context.pair * (queries @ left)
+    if forest.levels:
+        total += costs.step + costs.fusion * (queries @ (partials + 1))
     return float(total)
 
 

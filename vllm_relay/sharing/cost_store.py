@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -88,14 +88,11 @@ class Constants:
         query, kv = heads * head_size * item, 2 * kv_heads * head_size * item
         per_token = {"token": query, "first": kv, "read": kv, "far": kv}
         per_token["pair"] = 4 * heads * head_size
-        context = self.context.scaled(**per_token)
         return Costs(
             stock=self.stock.scaled(**per_token),
-            context=context,
+            context=self.context.scaled(**per_token),
             system=self.system.scaled(**per_token),
             packed=self.packed.scaled(**per_token),
-            # One call has the contexts of all requests.
-            ungrouped=replace(context, call=0.0),
             near=self.cache / (2 * head_size * item),
             fusion=self.fusion * query,
             step=self.step,

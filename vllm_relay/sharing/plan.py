@@ -73,6 +73,7 @@ def make_plan(
             max_query_len=int(queries.max(initial=0)),
             max_seq_len=longest,
             causal=True,
+            key_starts=shared * np.int32(forest.block_size),
         ),
         index=np.array([np.where(o[row_of_token] < 0, -1, places) for o in owners], dtype=np.int32)
         if owners
@@ -114,12 +115,13 @@ def _lay_out(
     """System attention of one level; ``owner`` and ``starts`` of the requests in plan order."""
     first = np.concatenate([[0], np.flatnonzero(np.diff(owner)) + 1])
     table = np.zeros((len(first), max(g.segment.blocks for g in level)), dtype=np.int32)
-    lens = np.zeros(len(first), dtype=np.int32)
+    lens, key_starts = np.zeros((2, len(first)), dtype=np.int32)
     for sequence, group in enumerate(owner[first].tolist()):
         if group >= 0:
             blocks = blocks_of(level[group], block_table)
             table[sequence, : len(blocks)] = blocks
             lens[sequence] = len(blocks) * block_size
+            key_starts[sequence] = level[group].segment.start * block_size
     query_start_loc = starts[[*first, -1]]
     return Part(
         query_start_loc=query_start_loc,
@@ -128,6 +130,7 @@ def _lay_out(
         max_query_len=int(np.diff(query_start_loc).max()),
         max_seq_len=int(lens.max()),
         causal=False,
+        key_starts=key_starts,
     )
 
 

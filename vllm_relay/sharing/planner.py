@@ -1,11 +1,14 @@
 """The planner: the policy's choice for step after step."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from vllm_relay.sharing.cost import Costs, StepShape
 from vllm_relay.sharing.forest import Int32Array, check_batch
 from vllm_relay.sharing.policy import Choice, choose
-from vllm_relay.sharing.trie import build_trie, limited
+from vllm_relay.sharing.trie import Trie, build_trie, limited
+from vllm_relay.sharing.window import shifted, shifted_back
 
 # Steps for which `Planner` keeps a choice while requests and shared blocks stay the same. Only
 # contexts grow meanwhile, and predictions change little.
@@ -20,10 +23,13 @@ class Planner:
 
     Args:
         block_size: tokens per block. costs, max_levels: as `choose`.
+        window: tokens that a query sees, its own included; 0: all. With one, a table comes from
+            `window.without_null_blocks`, and segments may start past column 0.
     """
 
-    def __init__(self, block_size: int, costs: Costs, max_levels: int) -> None:
+    def __init__(self, block_size: int, costs: Costs, max_levels: int, window: int = 0) -> None:
         self.block_size = block_size
+        self.window = window
         self.costs = costs
         self.max_levels = max_levels
         # The last choice, with the columns and computed blocks that its trie was built from.
@@ -50,9 +56,7 @@ class Planner:
         if self._steps > KEEP_STEPS or not self._holds(block_table, computed, query_lens):
             check_batch(block_table, computed, self.block_size, lens_name="computed lengths")
             trie = build_trie(block_table, computed, self.block_size)
-            few = limited(trie, MOST_HEIGHTS)
-            shape = StepShape(few, self.block_size, seq_lens.copy(), query_lens.copy())
-            choice = choose(shape, self.costs, self.max_levels)
+            choice = self._choose(limited(trie, MOST_HEIGHTS), seq_lens.copy(), query_lens.copy())
             # One column more than two requests share: there they differ, or one of them ends. So
             # the trie is the same while these columns, and the computed blocks in them, are.
             columns = block_table[:, : trie.width + 1].copy()
@@ -60,6 +64,20 @@ class Planner:
             self._kept, self._steps = (choice, columns, blocks), 1
         assert self._kept is not None
         return self._kept[0]
+
+    def _choose(self, trie: Trie, lens: Int32Array, queries: Int32Array) -> Choice:
+        if not self.window:
+            shape = StepShape(trie, self.block_size, lens, queries)
+            return choose(shape, self.costs, self.max_levels)
+        first_seen = np.maximum(lens - queries - self.window + 1, 0) // self.block_size
+        seen, left_out = shifted(trie, first_seen)
+        # Those who share may see less of the segment than is left: that much is overrated.
+        hidden = np.where(np.isin(np.arange(len(lens)), _members(trie)), left_out, first_seen)
+        shown = (lens - hidden * self.block_size).astype(np.int32)
+        choice = choose(
+            StepShape(seen, self.block_size, shown, queries), self.costs, self.max_levels
+        )
+        return replace(choice, forest=shifted_back(choice.forest, left_out))
 
     def _holds(self, block_table: Int32Array, computed: Int32Array, query_lens: Int32Array) -> bool:
         """True for a step whose trie and queries are those of the last choice."""
@@ -74,3 +92,8 @@ class Planner:
             and np.array_equal(np.minimum(computed // self.block_size, width), blocks)
             and np.array_equal(block_table[:, :width], columns)
         )
+
+
+def _members(trie: Trie) -> Int32Array:
+    """Requests that share with another."""
+    return np.concatenate([np.empty(0, dtype=np.int32), *trie.rows[1:]])

@@ -5,7 +5,7 @@ and the segment's first read) is weighed against what the requests below save. T
 from the leaves to the root, for each node once per group that may lie around it. Two families of
 forests are tried: groups inside groups, with 1, 2, ... levels; and one level whose groups lie side
 by side, where requests of one prefix may be in different groups. The forest with the least
-predicted time (`cost.predict`) is taken, or none where vLLM's own attention is as fast.
+predicted time (`cost.predict`) is taken, or none where no group pays.
 
 Over random steps, a grid and a recorded trace its predicted time is held to the optimum, found by
 another search in tests/unit/sharing/optimum.py. On GPUs Triton kernels approximate it
@@ -29,15 +29,21 @@ class Choice:
     """The groups of a step and their predicted cost.
 
     Attributes:
-        forest: empty where vLLM's own attention is predicted to be as fast.
+        forest: empty where no group pays.
         shape: the step that was predicted.
-        stock, relay: seconds per layer (KV tokens with `reads`) without groups and with them.
+        stock, relay: seconds per layer (KV tokens with `reads`) of vLLM's own attention, and of our
+            kernels with the forest.
     """
 
     forest: Forest
     shape: StepShape
     stock: float
     relay: float
+
+    @property
+    def ours(self) -> bool:
+        """True if our kernels are predicted to be faster than vLLM's own attention."""
+        return self.relay < self.stock
 
 
 def choose(shape: StepShape, costs: Costs, max_levels: int) -> Choice:
@@ -48,11 +54,11 @@ def choose(shape: StepShape, costs: Costs, max_levels: int) -> Choice:
     """
     if max_levels < 1:
         raise ValueError(f"max_levels must be >= 1, got {max_levels}")
-    stock = predict_stock(shape, costs)
-    best, relay = Forest((), shape.trie.num_rows, shape.block_size), stock
+    best = Forest((), shape.trie.num_rows, shape.block_size)
+    relay = predict(best, shape, costs)
     if len(shape.trie):
         levels = min(max_levels, shape.trie.height)
-        savings = _savings(shape, costs.beside_groups(), levels)
+        savings = _savings(shape, costs, levels)
         forests = [_best_groups(shape, costs, savings, 1, nested=False)]
         # The recursion sees every price but that of a level.
         for most in range(1, levels + 1) if costs.level else [levels]:
@@ -61,7 +67,7 @@ def choose(shape: StepShape, costs: Costs, max_levels: int) -> Choice:
             cost = predict(forest, shape, costs)
             if cost < relay:
                 best, relay = forest, cost
-    return Choice(forest=best, shape=shape, stock=stock, relay=relay)
+    return Choice(forest=best, shape=shape, stock=predict_stock(shape, costs), relay=relay)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +85,7 @@ class _Savings:
 
 def _savings(shape: StepShape, costs: Costs, levels: int) -> _Savings:
     trie, size = shape.trie, shape.block_size
-    stock, context, system = costs.stock, costs.context, costs.system
+    context, system = costs.context, costs.system
     depth = np.array(trie.depth, dtype=np.float64) * size
     share = np.array([trie.share(node, trie.depth[node]) for node in range(len(depth))]) * size
     path: list[list[int]] = []
@@ -93,15 +99,15 @@ def _savings(shape: StepShape, costs: Costs, levels: int) -> _Savings:
         lens = shape.seq_lens[rows].astype(np.float64)
         queries = shape.query_lens[rows].astype(np.float64)
         first = lens - depth[node] + share[node]
-        in_stock = stock.token * queries + stock.first * first + costs.reading(stock, lens)
-        in_stock += stock.pair * queries * lens
+        alone = context.first * first + costs.reading(context, lens)
+        alone += context.pair * queries * lens
         left = lens[:, None] - depth[ends]
         in_context = context.first * (first[:, None] - share[ends]) + costs.reading(context, left)
-        in_context += queries[:, None] * (context.token + context.pair * left)
+        in_context += queries[:, None] * context.pair * left
         in_system = queries[:, None] * system.pair * depth[ends]
         per_level = (system.token + costs.fusion) * queries
         groups = np.arange(levels + 1)
-        gain = (in_stock - costs.fusion * queries)[:, None] - in_context - in_system
+        gain = alone[:, None] - in_context - in_system
         of_node = gain[:, :, None] - per_level[:, None, None] * groups
         of_node[:, :, 0] = 0.0
         saved.append(of_node)

@@ -1,5 +1,6 @@
 """A layer, its builder and a KV cache on the engine's own kernels, without an engine."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -34,8 +35,9 @@ class Bench:
         """Plan by these costs from now on (KV reads where None), with ``room`` packed blocks."""
         packed = PackedCache(1, room)
         self.impl.packed = packed
+        assert self.impl.shape is not None
         self.builder.planner = cpu.StepPlanner(
-            self.impl, BLOCK, self.cache.dtype, costs or reads(), 3, packed
+            {self.impl.shape: costs or reads()}, BLOCK, 3, packed
         )
         return packed
 
@@ -48,9 +50,16 @@ def make_bench(
     isa: str,
     blocks: int,
     backend: Any = cpu.RelayBackend,
+    scores: Mapping[str, Any] | None = None,
     **relay: Any,
 ) -> Bench:
-    """``relay``: settings of the backend; the groups that read least, unless told otherwise."""
+    """A bench.
+
+    Args:
+        scores: of the layer: window, softcap, slopes [heads], sinks [heads].
+        relay: settings of the backend; the groups that read least, unless told otherwise.
+    """
+    scores = scores or {}
     model = SimpleNamespace(
         dtype=dtype, get_num_attention_heads=lambda parallel: heads, is_mm_prefix_lm=False
     )
@@ -92,7 +101,18 @@ def make_bench(
         # It would write to pytest's log when that is closed.
         mock.patch.object(cpu.metrics, "report_at_exit"),
     ):
-        impl = cpu_impl.RelayImpl(heads, dim, dim**-0.5, kv_heads, None, None, "auto")
+        slopes = scores.get("slopes")
+        impl = cpu_impl.RelayImpl(
+            heads,
+            dim,
+            dim**-0.5,
+            kv_heads,
+            None if slopes is None else slopes.tolist(),
+            scores.get("window"),
+            "auto",
+            scores.get("softcap"),
+            sinks=scores.get("sinks"),
+        )
         impl.isa = isa
         layer.impl = impl
         builder = backend.get_builder_cls()(spec, ["layer"], config, torch.device("cpu"))
@@ -162,9 +182,19 @@ def outputs(
         slots = blocks[position // BLOCK] * BLOCK + position % BLOCK
         k, v = bench.keys[slots], bench.values[slots]
         mine = query[common.query_start_loc[row] : common.query_start_loc[row + 1]]
-        exact.append(reference.attention_lse(mine, k, v, causal=True)[0])
+        exact.append(reference.attention_lse(mine, k, v, causal=True, **_scores(bench.impl))[0])
     relay, own = forward(bench, metadata, query), forward(bench, stock, query)
     return relay, own, torch.cat(exact).double()
+
+
+def _scores(impl: cpu_impl.RelayImpl) -> dict[str, Any]:
+    """Arguments of the oracle."""
+    return {
+        "window": impl.sliding_window - 1 if impl.sliding_window > 0 else None,
+        "softcap": impl.logits_soft_cap,
+        "slopes": impl.alibi_slopes,
+        "sinks": impl.sinks,
+    }
 
 
 def assert_as_good(

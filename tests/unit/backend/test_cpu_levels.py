@@ -43,11 +43,11 @@ def tree(rng: random.Random, depth: int) -> list[list[int]]:
 
 
 def groups_of(bench: Bench, step: object) -> list[list[tuple[int, int]]] | None:
-    """Per level the query tokens of each group, in plan order; None for vLLM's own path."""
+    """Per level the query tokens of each group, in plan order; None for vLLM's own attention."""
     metadata = bench.builder.build(0, step)
     if not isinstance(metadata, cpu_impl.RelayMetadata):
         return None
-    assert metadata.relay is not None
+    (relay,) = metadata.relay.values()
     return [
         [
             (begin, end)
@@ -59,7 +59,7 @@ def groups_of(bench: Bench, step: object) -> list[list[tuple[int, int]]] | None:
             )
             if tokens
         ]
-        for level in metadata.relay.plan.levels
+        for level in relay.plan.levels
     ]
 
 
@@ -150,14 +150,14 @@ def test_costs_come_from_a_file_and_a_bad_one_is_named(
     monkeypatch.setattr(metrics.logger, "propagate", True)
     bench = make_bench(16, 16, 128, torch.bfloat16, "vec", 2)
     with caplog.at_level("WARNING", logger="vllm.relay"):
-        costs = bench.builder._costs_of(bench.impl, None)
+        costs = bench.builder._costs_of(bench.impl.shape, None)
     assert costs.stock.first > 0 and costs.system.pair > 0
     said = [record.getMessage() for record in caplog.records]
     assert any(str(path) in line for line in said) == (text == "{")
     # Costs of another machine are a guess: logged, with how to measure.
     bench.builder.isa = "no such instructions"
     with caplog.at_level("WARNING", logger="vllm.relay"):
-        wider = bench.builder._costs_of(bench.impl, None)
+        wider = bench.builder._costs_of(bench.impl.shape, None)
     assert any("was not measured" in r.getMessage() for r in caplog.records)
     assert wider.context.pair >= costs.context.pair
-    assert bench.builder._costs_of(bench.impl, 7) == reads(7)
+    assert bench.builder._costs_of(bench.impl.shape, 7) == reads(7)

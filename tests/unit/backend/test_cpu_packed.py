@@ -27,8 +27,7 @@ def bench_of(dtype: torch.dtype = torch.bfloat16) -> Bench:
 
 def packed(bench: Bench, step: Any) -> list[bool]:
     """Per group of a step, whether it reads a packed segment."""
-    relay = bench.builder.build(0, step).relay
-    assert relay is not None
+    (relay,) = bench.builder.build(0, step).relay.values()
     levels = [relay.attention.call.sequences[:, native.LAYOUT]]
     context = len(relay.plan.context.seq_lens)
     return [layout > 0 for layout in levels[0][:-context].tolist()]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.unit.backend.cpu_bench import BLOCK, make_bench, make_step
-from vllm_relay.backend import cpu, cpu_impl, memory
+from vllm_relay.backend import cpu, memory
 from vllm_relay.backend.memory import MemoryBound, memory_bound
 from vllm_relay.ops.step.native import partial_bytes
 
@@ -63,15 +63,20 @@ def test_a_kv_cache_of_a_stated_size_counts_before_its_blocks_are_known(monkeypa
     assert bound_of(monkeypatch, 3, blocks=None, kv_bytes=2 * GIB).packed == GIB // 2
 
 
-def test_a_step_beyond_the_bound_of_partials_is_vllms_own() -> None:
+def test_a_step_beyond_the_bound_of_partials_has_no_groups() -> None:
     bench = make_bench(8, 2, 64, torch.bfloat16, "vec", 21)
     common = make_step([[1, 2, 3, 10], [1, 2, 3, 15]], [97, 120])
     assert bench.builder.planner is not None
     planner = bench.builder.planner
     planner._max_partial_bytes = 2 * partial_bytes(1, 8, 64)
-    assert isinstance(bench.builder.build(0, common), cpu_impl.RelayMetadata)
+    assert _groups(planner, common) == 1
     planner._max_partial_bytes -= 1
-    assert type(bench.builder.build(0, common)) is cpu.CPUAttentionMetadata
+    assert _groups(planner, common) == 0
+
+
+def _groups(planner: cpu.StepPlanner, common: Any) -> int:
+    ((_, stats),) = planner.plan(common).values()
+    return stats.groups
 
 
 def test_the_partials_of_a_long_step_of_wide_layers_are_counted_whole() -> None:
@@ -91,9 +96,9 @@ def test_the_partials_of_a_long_step_of_wide_layers_are_counted_whole() -> None:
     need = 16384 * partial_bytes(1, 64, 256)
     assert need > 2**31  # more than the integers of vLLM's metadata hold
     planner._max_partial_bytes = need
-    assert planner.plan(common)[0] is not None
+    assert _groups(planner, common) == 1
     planner._max_partial_bytes -= 1
-    assert planner.plan(common)[0] is None
+    assert _groups(planner, common) == 0
 
 
 @pytest.mark.parametrize("shares", [(1.0,), (0.5, 0.5), (5 / 6, 1 / 6)])

@@ -50,8 +50,10 @@ def test_a_packed_block_that_is_stale_is_found(bench: Bench) -> None:
 def test_a_wrong_row_is_found(bench: Bench, monkeypatch: Any) -> None:
     run = NativeStep.run
 
-    def wrong(self: Any, query: Any, cache: Any, segments: Any, out: torch.Tensor) -> None:
-        run(self, query, cache, segments, out)
+    def wrong(
+        self: Any, query: Any, cache: Any, segments: Any, out: torch.Tensor, **of_layer: Any
+    ) -> None:
+        run(self, query, cache, segments, out, **of_layer)
         out += 0.5 * out.float().std()
 
     monkeypatch.setattr(NativeStep, "run", wrong)

@@ -10,6 +10,7 @@ import argparse
 import random
 import sys
 import traceback
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from vllm_relay.ops import context_attention, providers, reference, system_atten
 from vllm_relay.ops.fusion.native import fuse
 from vllm_relay.ops.native import library as native
 from vllm_relay.ops.native.packed import PackedSegment
+from vllm_relay.ops.native.prepared import AttentionShape
 from vllm_relay.ops.step.native import NativeStep
 from vllm_relay.sharing import Forest, Group, Segment, make_plan
 
@@ -94,18 +96,49 @@ def check_fusion(rng: random.Random, seed: int) -> None:
     assert (into == 7).all((1, 2)).sum() >= 3, "written beyond its places"
 
 
+def _scores(
+    rng: random.Random, heads: int, kv_heads: int, size: int, dtype: torch.dtype
+) -> tuple[dict[str, Any], AttentionShape, dict[str, Any]]:
+    """Arguments of the oracle, of a step, and of its run."""
+    window = rng.choice([0, 0, 1, rng.randint(1, 40), rng.randint(1, 600)])
+    softcap = rng.choice([0.0, 0.0, 2.0, 30.0])
+    of_layer: dict[str, Any] = {}
+    if rng.random() < 0.3:
+        of_layer["slopes"] = torch.rand(heads, dtype=torch.float32) * rng.choice([0.01, 1.0])
+    if rng.random() < 0.3:
+        of_layer["sinks"] = torch.randn(heads, dtype=torch.float32) * rng.choice([1.0, 20.0])
+    exact = {"softcap": softcap, **of_layer} if softcap or of_layer else {}
+    if window:
+        exact["window"] = window - 1
+    shape = AttentionShape(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=size,
+        dtype=dtype,
+        scale=size**-0.5,
+        softcap=softcap,
+        window=window,
+    )
+    return exact, shape, of_layer
+
+
 def check_step(rng: random.Random, seed: int) -> None:
-    """Groups, packed or in place, and contexts in one call, against each request's attention."""
+    """Groups, packed or in place, and contexts in one call, against each request's attention.
+
+    With a window, a soft cap, ALiBi's slopes and sinks, or without.
+    """
     heads, kv_heads, size, dtype = _shape(rng)
     block = rng.choice([32, 64, 128])
-    groups = [(rng.randint(1, 4), rng.randint(1, 4)) for _ in range(rng.randint(1, 3))]
+    groups = [(rng.randint(1, 4), rng.randint(1, 4)) for _ in range(rng.randint(0, 3))]
     group_of = [g for g, (rows, _) in enumerate(groups) for _ in range(rows)]
     group_of += [-1] * rng.randint(0, 2)
     if rng.random() < 0.5:  # else the plan's order is that of the batch
         rng.shuffle(group_of)
     shared = [groups[g][1] if g >= 0 else 0 for g in group_of]
-    queries = [rng.randint(1, 4) for _ in shared]
-    own = [rng.randint(n, 2 * block) for n in queries]
+    if not shared:
+        shared = [0, 0]
+    queries = [rng.choice([1, rng.randint(1, 4), rng.randint(1, 200)]) for _ in shared]
+    own = [rng.randint(n, max(n, 2 * block)) for n in queries]
     lens = [blocks * block + n for blocks, n in zip(shared, own, strict=True)]
     args = {"heads": (heads, kv_heads), "head_size": size, "block_size": block, "dtype": dtype}
     step = inputs.paged(lens, queries, **args, layout=rng.choice(LAYOUTS), seed=seed)
@@ -120,20 +153,20 @@ def check_step(rng: random.Random, seed: int) -> None:
             table = step.block_table[members[0], :blocks].numpy()
             segments.append(PackedSegment(layout, kv_heads, size, dtype, table))
     plan = make_plan(
-        Forest((tuple(level),), len(lens), block),
+        Forest((tuple(level),) if level else (), len(lens), block),
         step.block_table.numpy(),
         np.array(lens, dtype=np.int32),
         step.query_start_loc.numpy(),
     )
-    shape = {"heads": heads, "kv_heads": kv_heads, "head_size": size, "dtype": dtype}
+    scores, shape, of_layer = _scores(rng, heads, kv_heads, size, dtype)
     got = torch.full_like(step.q, torch.nan)
-    attention = NativeStep(plan, packed, **shape, scale=size**-0.5)
-    attention.run(step.q, layout, [segment.layout for segment in segments], got)
+    attention = NativeStep(plan, packed, shape)
+    attention.run(step.q, layout, [segment.layout for segment in segments], got, **of_layer)
     exact, usual = [], []
     for row in range(len(lens)):
         q, k, v = step.row(row)
-        exact.append(reference.attention_lse(q, k, v, causal=True)[0])
-        usual.append(inputs.stock(q, k, v, causal=True))
+        exact.append(reference.attention_lse(q, k, v, causal=True, **scores)[0])
+        usual.append(inputs.stock(q, k, v, causal=True, **scores))
     largest = float(torch.cat(exact).abs().max())
     inputs.assert_as_good(got, torch.cat(usual), torch.cat(exact), partial=largest)
 

@@ -1,10 +1,13 @@
 """Inputs and tolerances shared by the op tests."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from vllm_relay.ops import reference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 HEADS = [(4, 4), (6, 2), (5, 1)]  # MHA, GQA, MQA
@@ -18,8 +21,14 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return (torch.randn(*shape, generator=generator) * 1.4).to(dtype)
 
 
-def stock(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
-    """Torch's own attention in the inputs' dtype, on [T, H, D]; causal aligned to the end."""
+def stock(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, **scores: Any) -> Tensor:
+    """Torch's own attention in the inputs' dtype, on [T, H, D]; causal aligned to the end.
+
+    ``scores``: of `reference.attention_lse`, which torch's has not: then products and softmax in
+    float32, and weights in the inputs' dtype, as vLLM's kernel has them.
+    """
+    if scores:
+        return _stock_scores(q, k, v, causal, scores)
     tokens, keys = q.shape[0], k.shape[0]
     mask = torch.ones(tokens, keys, dtype=torch.bool).tril(keys - tokens) if causal else None
     out = scaled_dot_product_attention(
@@ -30,6 +39,15 @@ def stock(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
         enable_gqa=True,
     )
     return out[0].transpose(0, 1)
+
+
+def _stock_scores(q: Tensor, k: Tensor, v: Tensor, causal: bool, scores: dict[str, Any]) -> Tensor:
+    values = torch.eye(len(k))[:, None].expand(-1, k.shape[1], -1)
+    weights, _ = reference.attention_lse(  # [T, H, S]: the values are unit vectors
+        q, k, values, causal=causal, dtype=torch.float32, **scores
+    )
+    grouped = weights.to(q.dtype).unflatten(1, (k.shape[1], -1)).float()
+    return torch.einsum("thgs,shd->thgd", grouped, v.float()).flatten(1, 2).to(q.dtype)
 
 
 def assert_as_good(got: Tensor, stock: Tensor, exact: Tensor, partial: float = 0.0) -> None:

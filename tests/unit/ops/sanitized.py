@@ -1,35 +1,59 @@
 """The CPU kernels with AddressSanitizer and UBSan: `python -m tests.unit.ops.sanitized OUT.so`."""
 
 import os
+import platform
 import runpy
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[3]
 FLAGS = ["-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+# Instruction sets that no wheel has, of the lowest ranks: they run if they are named.
+TEST_SETS = Path(__file__).parent / "csrc/isa"
+INCLUDES = [f"-I{folder}" for folder in (TEST_SETS, ROOT / "vllm_relay/ops/csrc/isa")]
 
 
-def build(path: Path) -> None:
-    """Compile the library for all instruction sets, as `setup.py` does but with sanitizers."""
+def setup_file() -> dict[str, Any]:
+    """What `setup.py` defines."""
     with mock.patch("setuptools.setup"):
-        setup = runpy.run_path(str(ROOT / "setup.py"))
-    compiler = os.environ.get("CXX", "g++")
-    common = [flag for flag in setup["COMMON"] if flag not in ("-O3", "-g0")]
-    sets = setup["instruction_sets"]()
+        return runpy.run_path(str(ROOT / "setup.py"))
+
+
+def objects(
+    path: Path, compiler: str, machine: str, flags: list[str], tests_only: bool = False
+) -> list[str]:
+    """Object files PATH.N.o of the library for all instruction sets of this kind of machine.
+
+    They are compiled as `setup.py` does, with more flags. tests_only: `TEST_SETS` alone.
+    """
+    setup = setup_file()
+    sets = setup["instruction_sets"](machine, TEST_SETS)
+    if not tests_only:
+        sets += setup["instruction_sets"](machine)
     listed = f"-DRELAY_ISAS={setup['table'](sets)}"
     parts = [(source, [listed]) for source in sorted((ROOT / setup["SOURCES"]).glob("*.cpp"))]
     parts += [(ROOT / setup["KERNELS"], [*isa.flags, f"-DRELAY_ISA={isa.name}"]) for isa in sets]
-    objects, running = [], []
-    for index, (source, flags) in enumerate(parts):
-        objects.append(str(path.with_suffix(f".{index}.o")))
-        command = [compiler, *common, *FLAGS, *flags, "-fPIC", "-c", str(source), "-o", objects[-1]]
-        running.append(subprocess.Popen(command))
-    if [process for process in running if process.wait()]:
-        raise RuntimeError("the kernels do not compile with sanitizers")
-    subprocess.run([compiler, *FLAGS, "-shared", "-o", str(path), *objects], check=True)
+    found, commands = [], []
+    for index, (source, own) in enumerate(parts):
+        found.append(str(path.with_suffix(f".{index}.o")))
+        options = [*setup["COMMON"], *flags, *own, *INCLUDES, "-fPIC"]
+        commands.append([compiler, *options, "-c", str(source), "-o", found[-1]])
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        if any(pool.map(subprocess.call, commands)):
+            raise RuntimeError(f"the kernels do not compile with {' '.join(flags)}")
+    return found
+
+
+def build(path: Path, flags: list[str] = FLAGS, tests_only: bool = False) -> None:
+    """Compile the library with sanitizers, or other flags."""
+    compiler = os.environ.get("CXX", "g++")
+    linked = objects(path, compiler, platform.machine(), flags, tests_only)
+    subprocess.run([compiler, *flags, "-shared", "-o", str(path), *linked], check=True)
 
 
 def environment() -> dict[str, str]:

@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.ops import fuzz_native, inputs, sanitized
+from tests.unit.ops import emulated_tiles, fuzz_native, inputs, sanitized
 from vllm_relay.ops import context_attention, providers, reference, system_attention
 from vllm_relay.ops.attention import native as attention
 from vllm_relay.ops.native import library as native
 from vllm_relay.ops.step.native import sequences_of
+from vllm_relay.plan import Part
 
 pytestmark = pytest.mark.skipif(
     isinstance(native.library(), str), reason=f"no CPU kernels: {native.library()}"
 )
-ALL = ("avx512_bf16", "avx512", "avx2", "portable")
+ALL = ("amx_bf16", "avx512_bf16", "avx512", "avx2", "portable")
 
 
 @pytest.fixture(autouse=True)
@@ -45,9 +46,12 @@ def test_random_calls_agree_with_the_oracle(isa: str, part: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isa", ALL)
+@pytest.mark.parametrize("isa", [*ALL, emulated_tiles.ISA])
 def test_random_calls_touch_no_memory_but_their_own(isa: str, library: Path) -> None:
-    use(isa)
+    if isa != emulated_tiles.ISA:
+        use(isa)
+    elif emulated_tiles.missing():
+        pytest.skip(str(emulated_tiles.missing()))
     command = [sys.executable, "-m", "tests.unit.ops.fuzz_native", "--cases", "150", "--isa", isa]
     done = subprocess.run(
         [*command, "--library", str(library)],
@@ -75,7 +79,7 @@ def test_sanitizers_catch_a_read_beyond_a_tensor(library: Path) -> None:
         f"lib = native.Library({str(library)!r}); native.library = lambda: lib\n"
         "q, k = torch.ones(1, 1, 32), torch.ones(64, 1, 32)\n"
         "layout = native.layout_of(k, k, False)\n"
-        "attention.attend_once(q, 1, 1.0, layout, np.array([[0, 1, 65, 0, 0, 0, 0]]))\n"
+        "attention.attend_once(q, 1, 1.0, layout, np.array([[0, 1, 65, 0, 0, 0, 0, 0]]))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -117,7 +121,15 @@ def test_a_block_that_does_not_exist_is_refused_before_it_is_read() -> None:
     layout = native.layout_of(step.k_cache, step.v_cache, paged=True)
     for bad in (-1, len(step.k_cache), 2**31 - 1):
         table = np.array([[0, bad]], dtype=np.int32)
-        sequences = sequences_of(table, np.array([0, 1]), np.array([40]), causal=True)
+        part = Part(
+            query_start_loc=np.array([0, 1], dtype=np.int32),
+            seq_lens=np.array([40], dtype=np.int32),
+            block_table=table,
+            max_query_len=1,
+            max_seq_len=40,
+            causal=True,
+        )
+        sequences = sequences_of(part)
         with pytest.raises(ValueError, match="block id"):
             attention.attend_once(step.q, 2, 1.0, layout, sequences)
         step.block_table[0, 1] = bad

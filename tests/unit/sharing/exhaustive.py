@@ -24,7 +24,7 @@ def kernel(costs: KernelCosts, near: float, queries: int, tokens: int, first: fl
 
 
 def best_time(rows: list[Row], block_size: int, costs: Costs, max_levels: int) -> float:
-    """The least predicted time of any forest with at most so many levels, or of none."""
+    """The least predicted time of our kernels with any forest of at most so many levels."""
     count = len(rows)
     holders = [
         [sum(common(other[0], mine[0]) > depth for other in rows) for depth in range(len(mine[0]))]
@@ -36,10 +36,6 @@ def best_time(rows: list[Row], block_size: int, costs: Costs, max_levels: int) -
         blocks, tokens, _ = rows[row]
         shared = sum(block_size / holders[row][depth] for depth in range(start, len(blocks)))
         return shared + tokens - len(blocks) * block_size
-
-    def stock(row: int) -> float:
-        _, tokens, queries = rows[row]
-        return kernel(costs.stock, costs.near, queries, tokens, first_read(row, 0))
 
     def context(row: int, end: int, partials: int) -> float:
         _, tokens, queries = rows[row]
@@ -53,8 +49,7 @@ def best_time(rows: list[Row], block_size: int, costs: Costs, max_levels: int) -
         if not members:
             return 0.0
         row = min(members)
-        alone = stock(row) if level == 0 else context(row, end, level)
-        best = alone + inside(members - {row}, end, level)
+        best = context(row, end, level) + inside(members - {row}, end, level)
         if level == most:
             return best
         others = [x for x in members - {row} if common(rows[x][0], rows[row][0]) > end]
@@ -75,11 +70,12 @@ def best_time(rows: list[Row], block_size: int, costs: Costs, max_levels: int) -
         return time + inside(group, end, level + 1)
 
     everyone = frozenset(range(count))
-    times = [costs.stock.call + sum(map(stock, range(count)))]
+    fusion = costs.fusion * sum(queries for _, _, queries in rows)
+    times = [costs.context.call + sum(context(x, 0, 0) for x in everyone) - fusion]
     for most in range(1, max_levels + 1):
         inside.cache_clear()
         group_time.cache_clear()
-        fixed = costs.stock.call + costs.context.call + costs.step + most * costs.level
+        fixed = costs.context.call + costs.step + most * costs.level
         # Even where fewer levels are used: then this time was found with a smaller `most`.
         times.append(fixed + inside(everyone, 0, 0))
     return min(times)

@@ -39,9 +39,8 @@ def optimum(shape: StepShape, costs: Costs, max_levels: int) -> Choice:
     """
     if max_levels < 1:
         raise ValueError(f"max_levels must be >= 1, got {max_levels}")
-    stock = predict_stock(shape, costs)
     best = Forest((), shape.trie.num_rows, shape.block_size)
-    relay = stock
+    relay = predict(best, shape, costs)
     levels = max_levels if len(shape.trie) else 0
     nest: frozenset[int] = frozenset()
     while levels > 0:
@@ -60,7 +59,7 @@ def optimum(shape: StepShape, costs: Costs, max_levels: int) -> Choice:
         if not lonely:
             # Nor does it see that levels cost something: try with fewer.
             levels = min(levels, len(forests[0].levels)) - 1 if costs.level else 0
-    return Choice(forest=best, shape=shape, stock=stock, relay=relay)
+    return Choice(forest=best, shape=shape, stock=predict_stock(shape, costs), relay=relay)
 
 
 def thin(trie: Trie, most: int) -> Trie:
@@ -124,7 +123,7 @@ class _Search:
     """
 
     def __init__(self, shape: StepShape, costs: Costs, levels: int, nest: frozenset[int]) -> None:
-        self.shape, self.costs = shape, costs.beside_groups()
+        self.shape, self.costs = shape, costs
         self.trie = thin(shape.trie, MOST_NODES)
         # Nodes whose groups hold all rows below them; nodes of groups that only one row stayed in.
         self.nest, self.lonely = nest, frozenset[int]()
@@ -176,18 +175,12 @@ class _Search:
 
     def _row_savings(self, node: int, ends: Floats) -> Floats:
         """What each row at ``node`` saves in a group that ends at each node of its path."""
-        stock, context, system = self.costs.stock, self.costs.context, self.costs.system
+        context, system = self.costs.context, self.costs.system
         rows = self.trie.rows[node]
         lens = self.shape.seq_lens[rows].astype(np.float64)
         queries = self.shape.query_lens[rows].astype(np.float64)
         share = np.array([self.share[n] for n in self.path[node]])
-        first = lens - ends[-1] + share[-1]
-        everything = (
-            (stock.token - context.token - self.costs.fusion) * queries
-            + (stock.first - context.first) * first
-            + self.costs.reading(stock, lens)
-            + (stock.pair - context.pair) * queries * lens
-        )
+        everything = self.costs.reading(context, lens)
         per_level = (self.costs.fusion + system.token) * queries
         per_token = queries * (context.pair - system.pair)
         by_end = context.first * share + per_token[:, None] * ends

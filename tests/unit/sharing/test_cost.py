@@ -62,7 +62,12 @@ def test_predicted_time_of_vllms_own_attention() -> None:
     pairs, far = 60 + 2 * 50 + 40, 15 + 5
     expected = 2 + 3 * 4 + 5 * 70 + 7 * 150 + 61 * far + 11 * pairs
     assert predict_stock(THREE, COSTS) == pytest.approx(expected)
-    assert predict(Forest((), 3, BLOCK_SIZE), THREE, COSTS) == predict_stock(THREE, COSTS)
+
+
+def test_predicted_time_of_our_kernels_without_a_group() -> None:
+    pairs, far = 60 + 2 * 50 + 40, 15 + 5
+    expected = 13 + 17 * 4 + 19 * 70 + 23 * 150 + 67 * far + 29 * pairs
+    assert predict(Forest((), 3, BLOCK_SIZE), THREE, COSTS) == pytest.approx(expected)
 
 
 def test_predicted_time_with_two_levels_and_a_request_in_one() -> None:
@@ -72,7 +77,7 @@ def test_predicted_time_with_two_levels_and_a_request_in_one() -> None:
     left, first = np.array([12, 2, 8]), np.array([12, 2, 8])
     context = 13 + 17 * 4 + 19 * first.sum() + 23 * left.sum() + 29 * (12 + 2 * 2 + 8)
     fusion = 47 * (3 + 2 * 3 + 2)
-    expected = 2 + system + context + fusion + 53 + 2 * 59
+    expected = system + context + fusion + 53 + 2 * 59
     assert predict(forest, THREE, COSTS) == pytest.approx(expected)
 
 
@@ -80,8 +85,8 @@ def test_a_prefix_in_no_group_is_shared_out_to_those_who_read_it() -> None:
     forest = Forest(((group(0, 2, 0, 1),),), 3, BLOCK_SIZE)
     system = 31 + 41 * 32 + (37 + 43 * 32) * 3
     context = 13 + 17 * 3 + 19 * (8 + 12 + 8 + 2) + 23 * (28 + 18) + 29 * (28 + 2 * 18)
-    alone = 3 + 5 * (32 / 3 + 8) + 7 * 40 + 11 * 40
-    expected = 2 + alone + system + context + 47 * 2 * 3 + 53 + 59
+    alone = 17 + 19 * (32 / 3 + 8) + 23 * 40 + 29 * 40
+    expected = alone + system + context + 47 * (2 * 3 + 1) + 53 + 59
     assert predict(forest, THREE, COSTS) == pytest.approx(expected)
 
 
@@ -89,16 +94,15 @@ def test_a_context_beyond_the_cache_is_charged_for_it() -> None:
     near = replace(COSTS, near=20.0)
     forest = Forest(((group(0, 2, 0, 1),),), 3, BLOCK_SIZE)
     # Contexts of 28 and 18 tokens, and 40 tokens of the ungrouped request.
-    expected = predict(forest, THREE, replace(COSTS, near=100.0)) + 67 * (28 - 20) + 61 * (40 - 20)
+    expected = predict(forest, THREE, replace(COSTS, near=100.0)) + 67 * (28 - 20 + 40 - 20)
     assert predict(forest, THREE, near) == pytest.approx(expected)
 
 
-def test_a_margin_slows_the_relayed_path_alone() -> None:
+def test_a_margin_slows_our_kernels_alone() -> None:
     forest = Forest(((group(0, 2, 0, 1, 2),),), 3, BLOCK_SIZE)
     slower = COSTS.with_margin(0.5)
     assert predict_stock(THREE, slower) == predict_stock(THREE, COSTS)
-    relayed = predict(forest, THREE, COSTS) - COSTS.stock.call
-    assert predict(forest, THREE, slower) == pytest.approx(1.5 * relayed + COSTS.stock.call)
+    assert predict(forest, THREE, slower) == pytest.approx(1.5 * predict(forest, THREE, COSTS))
 
 
 def test_what_a_group_has_to_save_can_be_given() -> None:

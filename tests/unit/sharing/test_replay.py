@@ -183,7 +183,10 @@ def test_alone_nothing_is_shared(tmp_path: Path) -> None:
     found = run(log(tmp_path, rows), 1)
     assert (found.steps, found.saved, found.levels_used, found.groups) == (20, 0, 0, [])
     assert found.reasons.other_times == 20 * 24
-    assert found.predicted_speedup == 1
+    # Contexts of 24 to 28 tokens on our kernels, whose contexts cost more in SECONDS.
+    tokens = 4 * sum(range(24, 29))
+    stock, ours = 20 * (9 + 0.5) + 1.3 * tokens, 20 * (11 + 0.6) + 1.4 * tokens
+    assert found.predicted_speedup == pytest.approx(stock / ours)
 
 
 def test_samples_of_one_prompt_share_all_its_blocks_from_the_first_step(tmp_path: Path) -> None:

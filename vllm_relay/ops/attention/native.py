@@ -7,8 +7,9 @@ from torch import Tensor
 
 from vllm_relay.ops.attention.providers import PagedContext
 from vllm_relay.ops.native import library as native
-from vllm_relay.ops.native.prepared import PreparedAttention
+from vllm_relay.ops.native.prepared import AttentionShape, PreparedAttention
 from vllm_relay.ops.step.native import sequences_of
+from vllm_relay.plan import Part
 
 
 def unusable(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -26,7 +27,7 @@ def system_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Ten
     Keys and values are packed tile by tile on the way; `step` reads packed segments.
     """
     k, v = (x if native.readable(x, 0) else x.contiguous() for x in (k, v))
-    sequences = np.array([[0, q.shape[0], k.shape[0], 0, 0, 0, 0]])
+    sequences = np.array([[0, q.shape[0], k.shape[0], 0, 0, 0, 0, 0]])
     return attend_once(q, k.shape[1], scale, native.layout_of(k, v, paged=False), sequences)
 
 
@@ -36,7 +37,15 @@ def context_attention(
     """Arguments as `vllm_relay.ops.context_attention`, checked there; blocks are read in place."""
     table = context.block_table.to(torch.int32).contiguous()
     starts, lens = context.query_start_loc.numpy(), context.context_lens.numpy()
-    sequences = sequences_of(table.numpy(), starts, lens, causal=True)
+    part = Part(
+        query_start_loc=starts,
+        seq_lens=lens,
+        block_table=table.numpy(),
+        max_query_len=len(q),
+        max_seq_len=int(lens.max(initial=0)),
+        causal=True,
+    )
+    sequences = sequences_of(part)
     layout = native.layout_of(k_cache, v_cache, paged=True)
     return attend_once(q, k_cache.shape[2], scale, layout, sequences)
 
@@ -46,8 +55,12 @@ def attend_once(
 ) -> tuple[Tensor, Tensor]:
     """One partial of every query: out ``[T, Hq, D]`` and lse ``[Hq, T]``."""
     q = q if q.stride(-1) == 1 else q.contiguous()
-    out = torch.empty((1, *q.shape), dtype=q.dtype, device="cpu")
-    call = PreparedAttention(sequences, out, kv_heads=kv_heads, dtype=q.dtype, scale=scale)
+    tokens, heads, head_size = q.shape
+    shape = AttentionShape(
+        heads=heads, kv_heads=kv_heads, head_size=head_size, dtype=q.dtype, scale=scale
+    )
+    out = torch.empty_like(q, device="cpu", memory_format=torch.contiguous_format)
+    call = PreparedAttention(sequences, tokens, shape, lse=True)
     call.layouts[0] = layout
-    call.run(q)
-    return out[0], call.lse[0]
+    call.run(q, out)
+    return out, call.lse[0]

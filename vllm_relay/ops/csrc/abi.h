@@ -43,6 +43,7 @@ typedef struct {
   int64_t first, queries;
   int64_t keys;
   int64_t causal;       /* 1: query i sees the first keys - queries + 1 + i keys; 0: all */
+  int64_t start;        /* position of the first key */
   int64_t partial;      /* index of the partial that the result belongs to */
   int64_t layout;       /* index into layouts */
   const int32_t* table; /* [ceil(keys / block_tokens)], block ids of a paged sequence */
@@ -60,19 +61,29 @@ typedef struct {
 /* One attention result. */
 typedef struct {
   relay_rows out; /* [tokens, heads, D], partial_dtype */
-  relay_rows lse; /* [tokens, heads], float */
+  relay_rows lse; /* [tokens, heads], float; base NULL: not written */
 } relay_partial;
 
-/* Packing reads no query, partial or fused; fusion alone reads partials and fused. */
+/* The scores of a layer, from the product s of a query at position p and a key at position k:
+   softcap tanh(s scale / softcap), or s scale where softcap is 0, plus slope (k - p). */
+typedef struct {
+  double scale, softcap;
+  int64_t window;      /* 0, or a query sees the keys with p - window < k */
+  const float* slopes; /* ALiBi's, [heads], or NULL */
+  const float* sinks;  /* logits of a key without a value, [heads], or NULL */
+} relay_scores;
+
+/* Packing reads no query, partial or fused; fusion alone reads partials, fused and sinks. */
 typedef struct {
   int64_t dtype, partial_dtype;       /* the same, or partial_dtype is RELAY_F32 */
   int64_t heads, kv_heads, head_size; /* head_size: a multiple of 16, at most 256 */
   int64_t tokens, threads;
-  double scale;
+  relay_scores scores;
   relay_rows q;          /* [rows, heads, D], dtype */
   relay_rows fused;      /* [rows, heads, D], dtype; base NULL: partials are not fused. It may be
                             one of the partials if places is NULL */
   const int64_t* places; /* [tokens], the row of each token in q and in fused; NULL: in order */
+  const int64_t* positions;        /* [tokens], read with a window or slopes */
   const relay_partial* partials;   /* [num_partials] */
   const relay_layout* layouts;     /* [num_layouts] */
   const relay_sequence* sequences; /* [num_sequences] */
@@ -83,7 +94,8 @@ typedef struct {
 enum relay_error { RELAY_OK = 0, RELAY_BAD_BLOCK = 1, RELAY_NO_MEMORY = 2 };
 
 /* Attends every sequence and writes its partial. With fused, sets lse to -inf for tokens that a
-   partial lacks and fuses the partials. Returns a relay_error. */
+   partial lacks and fuses the partials. Sinks count once: in the fusion, or else in every partial.
+   Returns a relay_error. */
 int relay_attend(const relay_call* call);
 
 /* Fuses partials by their LSE. Returns a relay_error. */
@@ -106,8 +118,8 @@ const char* relay_isa(void);
 /* Changes the instruction set in use; 0: no such one. */
 int relay_use_isa(const char* name);
 
-/* sizeof of relay_operand, relay_layout, relay_sequence, relay_partial, relay_call. */
-extern const int64_t relay_sizes[5];
+/* sizeof of relay_operand, relay_layout, relay_sequence, relay_partial, relay_scores, relay_call. */
+extern const int64_t relay_sizes[6];
 
 #pragma GCC visibility pop
 #ifdef __cplusplus

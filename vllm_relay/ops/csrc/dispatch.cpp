@@ -10,7 +10,13 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #define has(feature) __builtin_cpu_supports(feature)
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 #define ISA(name, needs) extern "C" const relay::Kernels relay_kernels_##name;
@@ -25,6 +31,32 @@ namespace {
 [[maybe_unused]] bool has_f16c() {
   unsigned a, b, c = 0, d;
   return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
+// AMX with BF16, its registers saved by the system (XCR0) and granted to the process (Linux,
+// Documentation/arch/x86/xstate.rst). Others may have asked before; asking again is harmless.
+[[maybe_unused]] bool has_amx_bf16() {
+#if defined(__linux__)
+  unsigned a, b, c = 0, d = 0;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return false;
+  constexpr unsigned amx_bf16 = 1 << 22, amx_tile = 1 << 24;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (~d & (amx_bf16 | amx_tile))) return false;
+  constexpr unsigned tile_config = 1 << 17, tile_data = 1 << 18;
+  __asm__("xgetbv" : "=a"(a), "=d"(d) : "c"(0));
+  if (~a & (tile_config | tile_data)) return false;
+  constexpr long request_permission = 0x1023, tile_data_feature = 18;  // ARCH_REQ_XCOMP_PERM
+  return syscall(SYS_arch_prctl, request_permission, tile_data_feature) == 0;
+#else
+  return false;
+#endif
+}
+#elif defined(__aarch64__)
+[[maybe_unused]] bool has_bf16() {
+#if defined(__linux__)
+  return getauxval(AT_HWCAP2) & (1 << 14);  // HWCAP2_BF16, which older headers lack
+#else
+  return false;
+#endif
 }
 #endif
 

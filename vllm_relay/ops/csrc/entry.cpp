@@ -130,5 +130,6 @@ int relay_pack(const relay_call* given, const relay_layout* to) {
   return RELAY_OK;
 }
 
-const int64_t relay_sizes[5] = {sizeof(relay_operand), sizeof(relay_layout), sizeof(relay_sequence),
-                                sizeof(relay_partial), sizeof(relay_call)};
+const int64_t relay_sizes[6] = {sizeof(relay_operand), sizeof(relay_layout),
+                                sizeof(relay_sequence), sizeof(relay_partial),
+                                sizeof(relay_scores), sizeof(relay_call)};

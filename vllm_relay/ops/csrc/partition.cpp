@@ -13,7 +13,7 @@ constexpr int64_t PARTS_PER_THREAD = 4;
 // Reading a key and its value from memory takes about as long as a dozen rows that use it, and a
 // tile about as long as 16 keys besides.
 int64_t tile_cost(const Unit& unit, int64_t tile) {
-  const int64_t keys = std::min(unit.keys - tile * unit.tile_keys, unit.tile_keys);
+  const int64_t keys = std::min(unit.keys - unit.first - tile * unit.tile_keys, unit.tile_keys);
   return (keys + 16) * (unit.rows + 12);
 }
 

@@ -17,7 +17,8 @@ constexpr int64_t MAX_HEAD_SIZE = 256;
 struct Unit {
   int64_t sequence, kv_head;
   int64_t row, rows;
-  int64_t keys;  // that the last of the rows sees
+  int64_t first;  // key that one of the rows sees, or one before it
+  int64_t keys;   // to the last that one of the rows sees
   int64_t tile_keys;
   int64_t tiles;  // at least one, so that a unit without keys is written, too
 };
@@ -54,6 +55,11 @@ std::vector<SplitUnit> split_units(const relay_call& call, const std::vector<Wor
 namespace {
 
 inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+
+constexpr int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// x in [0, most].
+inline int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : min(x, most); }
 
 inline int64_t ceil_div(int64_t x, int64_t by) { return (x + by - 1) / by; }
 
@@ -122,6 +128,29 @@ struct RowBlocks {
   }
 };
 
+// The row's token, counted in the sequence.
+inline int64_t query_of(const relay_call& call, int64_t row) {
+  return row / (call.heads / call.kv_heads);
+}
+
+// Keys [first, end) of a sequence.
+struct Seen {
+  int64_t first, end;
+};
+
+// Keys that a sequence's query sees.
+inline Seen seen_by(const relay_call& call, const relay_sequence& sequence, int64_t query) {
+  Seen seen = {0, sequence.keys};
+  if (sequence.causal) seen.end -= sequence.queries - 1 - query;
+  if (call.scores.window) {
+    const int64_t position = call.positions[sequence.first + query];
+    seen.first = position - sequence.start - call.scores.window + 1;
+    if (!sequence.causal) seen.end = min(seen.end, position - sequence.start + call.scores.window);
+  }
+  seen.end = max(seen.end, 0);
+  return {clamp(seen.first, seen.end), seen.end};
+}
+
 inline Unit unit_at(const relay_call& call, const WorkIndex& index, const RowBlocks& blocks) {
   const relay_sequence& sequence = call.sequences[index.sequence];
   Unit unit;
@@ -129,14 +158,20 @@ inline Unit unit_at(const relay_call& call, const WorkIndex& index, const RowBlo
   unit.kv_head = index.kv_head;
   unit.row = index.row_block * blocks.each;
   unit.rows = min(blocks.rows - unit.row, blocks.each);
-  unit.keys = sequence.keys;
-  if (sequence.causal) {
-    const int64_t last = (unit.row + unit.rows - 1) / (call.heads / call.kv_heads);
-    unit.keys -= sequence.queries - 1 - last;
-    if (unit.keys < 0) unit.keys = 0;
+  const int64_t last = query_of(call, unit.row + unit.rows - 1);
+  Seen seen = seen_by(call, sequence, last);
+  if (call.scores.window) {
+    for (int64_t query = query_of(call, unit.row); query < last; ++query) {
+      const Seen more = seen_by(call, sequence, query);
+      seen = {min(seen.first, more.first), max(seen.end, more.end)};
+    }
   }
-  unit.tile_keys = tile_keys_of(call.layouts[sequence.layout]);
-  unit.tiles = unit.keys ? ceil_div(unit.keys, unit.tile_keys) : 1;
+  const relay_layout& layout = call.layouts[sequence.layout];
+  const int64_t block = layout.block_tokens;
+  unit.first = seen.first - seen.first % (block % PIECE ? block : PIECE);
+  unit.keys = seen.end;
+  unit.tile_keys = tile_keys_of(layout);
+  unit.tiles = unit.keys > unit.first ? ceil_div(unit.keys - unit.first, unit.tile_keys) : 1;
   return unit;
 }
 

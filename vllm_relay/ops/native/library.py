@@ -43,9 +43,9 @@ class Layout(Structure):
     _fields_ = (*_fields(Operand, "k v"), *_fields(c_int64, "block_tokens blocks"))
 
 
-# Columns of an int64 array ``[n, 7]`` whose rows are ``relay_sequence``: adjacent query tokens and
+# Columns of an int64 array ``[n, 8]`` whose rows are ``relay_sequence``: adjacent query tokens and
 # the keys that they attend to. An array is filled faster than structs.
-FIRST, QUERIES, KEYS, CAUSAL, PARTIAL, LAYOUT, TABLE = range(7)
+FIRST, QUERIES, KEYS, CAUSAL, START, PARTIAL, LAYOUT, TABLE = range(8)
 
 
 class Rows(Structure):
@@ -72,14 +72,24 @@ class Partial(Structure):
         return (cls * len(found))(*found)
 
 
+class Scores(Structure):
+    """``relay_scores``: how a layer makes scores of products."""
+
+    _fields_ = (
+        *_fields(c_double, "scale softcap"),
+        ("window", c_int64),
+        *_fields(c_void_p, "slopes sinks"),
+    )
+
+
 class Call(Structure):
     """``relay_call``: attention of sequences, fusion of partials, or packing."""
 
     _fields_ = (
         *_fields(c_int64, "dtype partial_dtype heads kv_heads head_size tokens threads"),
-        ("scale", c_double),
+        ("scores", Scores),
         *_fields(Rows, "q fused"),
-        ("places", c_void_p),
+        *_fields(c_void_p, "places positions"),
         ("partials", POINTER(Partial)),
         ("layouts", POINTER(Layout)),
         ("sequences", c_void_p),
@@ -108,9 +118,9 @@ class Library:
 
     def __init__(self, path: str) -> None:
         functions = ctypes.CDLL(path)
-        sizes = [ctypes.sizeof(x) for x in (Operand, Layout, Partial, Call)]
+        sizes = [ctypes.sizeof(x) for x in (Operand, Layout, Partial, Scores, Call)]
         sizes.insert(2, 8 * (TABLE + 1))
-        if list((c_int64 * 5).in_dll(functions, "relay_sizes")) != sizes:
+        if list((c_int64 * len(sizes)).in_dll(functions, "relay_sizes")) != sizes:
             raise OSError(f"{path} was built from other sources: install vllm-relay again")
         functions.relay_isas.restype = functions.relay_isa.restype = c_char_p
         functions.relay_use_isa.argtypes = (c_char_p,)

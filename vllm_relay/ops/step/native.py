@@ -7,13 +7,12 @@ partials are fused where they belong. No tensor is gathered or allocated per lay
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_relay.ops.native import library as native
-from vllm_relay.ops.native.prepared import PreparedAttention
-from vllm_relay.plan import Plan
+from vllm_relay.ops.native.prepared import AttentionShape, PreparedAttention
+from vllm_relay.plan import Part, Plan
 
 
 class NativeStep:
@@ -22,26 +21,18 @@ class NativeStep:
     Args:
         plan: levels and context. packed: per group, level by level, whether it is read from a
             packed segment; else from the KV cache.
-        heads, kv_heads, head_size, dtype, scale: of the layers.
+        shape: of the layers' attention.
     """
 
     def __init__(
         self,
         plan: Plan[NDArray[np.int32]],
-        packed: Sequence[bool] = (),
-        *,
-        heads: int,
-        kv_heads: int,
-        head_size: int,
-        dtype: torch.dtype,
-        scale: float,
+        packed: Sequence[bool],
+        shape: AttentionShape,
     ) -> None:
         order, places = _order(plan.index)
         tokens, partials = len(order), len(plan.levels) + 1
-        parts = [
-            sequences_of(x.block_table, x.query_start_loc, x.seq_lens, causal=x.causal, partial=i)
-            for i, x in enumerate((*plan.levels, plan.context))
-        ]
+        parts = [sequences_of(x, partial=i) for i, x in enumerate((*plan.levels, plan.context))]
         # The context's tokens are in the order of the batch, the step's in that of the groups.
         context = parts[-1]
         context[:, native.FIRST] = np.append(places, tokens)[context[:, native.FIRST]]
@@ -54,24 +45,29 @@ class NativeStep:
         self.order = order
         self.call = PreparedAttention(
             sequences,
-            torch.empty((partials, tokens, heads, head_size), dtype=torch.float32, device="cpu"),
-            kv_heads=kv_heads,
-            dtype=dtype,
-            scale=scale,
+            tokens,
+            shape,
+            partials=partials,
             layouts=1 + sum(packed),
             places=None if np.array_equal(order, np.arange(tokens)) else order,
+            positions=_positions(plan.context)[order],
         )
 
     def run(
-        self, query: Tensor, cache: native.Layout, segments: Sequence[native.Layout], out: Tensor
+        self,
+        query: Tensor,
+        cache: native.Layout,
+        segments: Sequence[native.Layout],
+        out: Tensor,
+        **of_layer: Tensor | None,
     ) -> None:
         """Attend and fuse into ``out``, for one layer.
 
         ``query`` and ``out`` are ``[T, Hq, D]`` in the batch's order, channels adjacent; rows
         behind the step's are left alone. ValueError for other tensors, and for a block id out of
-        the cache.
+        the cache. ``of_layer``: slopes and sinks, see `PreparedAttention.run`.
         """
-        _, tokens, heads, head_size = self.call.out.shape
+        tokens, heads, head_size = self.call.shape
         for name, x in (("query", query), ("out", out)):
             if len(x) < tokens or x.shape[1:] != (heads, head_size) or x.stride(2) != 1:
                 raise ValueError(
@@ -79,36 +75,38 @@ class NativeStep:
                     f"{list(x.shape)}, strides {x.stride()}"
                 )
         self.call.layouts[:] = [cache, *segments]
-        self.call.run(query, out)
+        self.call.run(query, out, **of_layer)
 
 
 def partial_bytes(levels: int, heads: int, head_size: int) -> int:
     """Bytes of one token's partials, float32 with LSE, in a step of so many levels."""
-    return (levels + 1) * heads * (head_size + 1) * 4
+    return (levels + 1) * heads * (head_size + 1) * 4 if levels else 0
 
 
-def sequences_of(
-    table: NDArray[np.int32],
-    query_start_loc: NDArray[np.integer],
-    seq_lens: NDArray[np.integer],
-    *,
-    causal: bool,
-    partial: int = 0,
-) -> NDArray[np.int64]:
-    """Sequences as the kernels read them, ``[B, 7]`` (`native`), paged by layout 0.
+def sequences_of(part: Part[NDArray[np.int32]], partial: int = 0) -> NDArray[np.int64]:
+    """Sequences as the kernels read them, ``[B, 8]`` (`native`), paged by layout 0.
 
     Args:
-        table: block ids ``[B, M]``, columns adjacent; the caller keeps it.
-        query_start_loc: ``[B + 1]``. seq_lens: ``[B]``. partial: that they write.
+        part: its table has adjacent columns; the caller keeps it. partial: that they write.
     """
+    table = part.block_table
     sequences = np.zeros((len(table), native.TABLE + 1), dtype=np.int64)
-    sequences[:, native.FIRST] = query_start_loc[:-1]
-    sequences[:, native.QUERIES] = np.diff(query_start_loc)
-    sequences[:, native.KEYS] = seq_lens
-    sequences[:, native.CAUSAL] = causal
+    sequences[:, native.FIRST] = part.query_start_loc[:-1]
+    sequences[:, native.QUERIES] = np.diff(part.query_start_loc)
+    sequences[:, native.KEYS] = part.seq_lens
+    sequences[:, native.CAUSAL] = part.causal
+    sequences[:, native.START] = 0 if part.key_starts is None else part.key_starts
     sequences[:, native.PARTIAL] = partial
     sequences[:, native.TABLE] = table.ctypes.data + np.arange(len(table)) * table.strides[0]
     return sequences
+
+
+def _positions(context: Part[NDArray[np.int32]]) -> NDArray[np.int64]:
+    """Position of each query token of the batch in its request."""
+    queries = np.diff(context.query_start_loc)
+    ends = context.seq_lens + (0 if context.key_starts is None else context.key_starts)
+    before = (ends - queries - context.query_start_loc[:-1]).astype(np.int64)
+    return np.arange(context.query_start_loc[-1]) + np.repeat(before, queries)
 
 
 def _order(index: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -24,69 +24,75 @@ void begin_unit(const relay_call& call, const Unit& unit, Scratch<T>& scratch) {
   __builtin_memset(scratch.sums.out, 0, unit.rows * scratch.out_row * sizeof(float));
 }
 
-// R rows of a unit against a tile. Keys that some of the rows do not see have weight 0 there, so a
-// value of theirs that is not finite spreads to these rows as well. next_keys, next_values: of the
-// next tile, fetched beside the two products; a whole tile ahead, or the products wait for memory.
-template <class T, int R>
-void attend_rows(const relay_call& call, const Unit& unit, int64_t row, const Tile<T>& tile,
-                 Scratch<T>& scratch, Prefetcher& next_keys, Prefetcher& next_values) {
+// Up to MatrixProduct::rows rows of a unit against a tile. Keys that some of the rows do not see
+// have weight 0 there, so a value of theirs that is not finite spreads to these rows as well.
+// next_keys, next_values: of the next tile, fetched beside the two products; a whole tile ahead, or
+// the products wait for memory.
+template <class T>
+void attend_rows(const relay_call& call, const Unit& unit, int64_t row, int64_t rows,
+                 const Tile<T>& tile, Scratch<T>& scratch, Prefetcher& next_keys,
+                 Prefetcher& next_values) {
   typedef typename Dot<T>::Weight Weight;
   const relay_sequence& sequence = call.sequences[unit.sequence];
-  const int64_t share = call.heads / call.kv_heads, size = call.head_size;
-  const float scale = (float)call.scale * LOG2E;
-  int64_t sees[R];  // keys that a row sees; never fewer than the row before
-  for (int r = 0; r < R; ++r) {
-    sees[r] = sequence.keys;
-    if (sequence.causal) sees[r] -= sequence.queries - 1 - (unit.row + row + r) / share;
+  const int64_t size = call.head_size;
+  const float factor_of_scores = score_factor(call.scores);
+  Seen seen[Scratch<T>::ROWS], by_any = {};
+  for (int64_t r = 0; r < rows; ++r) {
+    seen[r] = seen_by(call, sequence, query_of(call, unit.row + row + r));
+    if (r == 0) by_any = seen[r];
+    by_any = {min(by_any.first, seen[r].first), max(by_any.end, seen[r].end)};
   }
+  int begin = 0;
+  while (begin < tile.count && tile.runs[begin].first + tile.runs[begin].tokens <= by_any.first)
+    ++begin;
   // scores[r, j] = q_r . k_j scale log2(e)
   int64_t slots = 0;
-  int used = 0;
-  for (; used < tile.count && tile.runs[used].first < sees[R - 1]; ++used) {
+  int used = begin;
+  for (; used < tile.count && tile.runs[used].first < by_any.end; ++used) {
     const Run<T>& run = tile.runs[used];
-    const int64_t tokens = min(run.tokens, sees[R - 1] - run.first);
-    product<T, R>(scratch.q + row * scratch.q_row, scratch.q_row, tile.operands[KEYS],
-                  run.at[KEYS], size, tokens, run.there, next_keys,
-                  [&](int r, int64_t token, vf x) {
-                    store(scratch.scores + r * SCORES_ROW + run.slot + token, x * scale);
-                  });
+    const int64_t tokens = min(run.tokens, by_any.end - run.first);
+    scratch.product(rows, scratch.q + row * scratch.q_row, scratch.q_row, tile.operands[KEYS],
+                    run.at[KEYS], size, tokens, run.there, next_keys,
+                    [&](int64_t r, int64_t token, vf x) {
+                      store(scratch.scores + r * SCORES_ROW + run.slot + token,
+                            x * factor_of_scores);
+                    });
     slots = run.slot + rounded(tokens, PIECE);
   }
-  if (used == 0) return;
+  if (used == begin) return;
   // weights[r, j] = 2 ** (scores[r, j] - m_r); slots that are padding or unseen get -inf before.
-  for (int r = 0; r < R; ++r) {
+  const int64_t first_slot = tile.runs[begin].slot;
+  for (int64_t r = 0; r < rows; ++r) {
     float* scores = scratch.scores + r * SCORES_ROW;
-    for (int i = 0; i < used; ++i) {
+    for (int i = begin; i < used; ++i) {
       const Run<T>& run = tile.runs[i];
       const int64_t end = i + 1 < used ? tile.runs[i + 1].slot : slots;
-      int64_t seen = sees[r] - run.first;
-      seen = seen < 0 ? 0 : seen < run.tokens ? seen : run.tokens;
-      for (int64_t s = run.slot + seen; s < end; ++s) scores[s] = NEG_INF;
+      bend_scores(call, unit, row + r, run.first, scores + run.slot, end - run.slot);
+      const int64_t from = clamp(seen[r].first - run.first, run.tokens);
+      const int64_t to = clamp(seen[r].end - run.first, run.tokens);
+      for (int64_t s = run.slot; s < run.slot + from; ++s) scores[s] = NEG_INF;
+      for (int64_t s = run.slot + to; s < end; ++s) scores[s] = NEG_INF;
     }
     float* out = scratch.sums.out + (row + r) * scratch.out_row;
-    const float factor = online_softmax_update<T>(scores, slots, scratch.sums.row_max[row + r],
+    const float factor = online_softmax_update<T>(scores + first_slot, slots - first_slot,
+                                                  scratch.sums.row_max[row + r],
                                                   scratch.sums.row_sum[row + r]);
     if (factor != 1.0f)
       for (int64_t d = 0; d < size; d += W) store(out + d, load(out + d) * factor);
   }
   // out[r, d] += sum_j weights[r, j] v[j, d]
-  for (int i = 0; i < used; ++i) {
+  for (int i = begin; i < used; ++i) {
     const Run<T>& run = tile.runs[i];
-    const int64_t tokens = min(run.tokens, sees[R - 1] - run.first);
-    const Weight* weights = (const Weight*)scratch.scores + run.slot / Dot<T>::steps;
-    product<T, R>(weights, SCORES_ROW, tile.operands[VALUES], run.at[VALUES], tokens, size, size,
-                  next_values, [&](int r, int64_t channel, vf x) {
-                    float* out = scratch.sums.out + (row + r) * scratch.out_row + channel;
-                    store(out, load(out) + x);
-                  });
+    const int64_t tokens = min(run.tokens, by_any.end - run.first);
+    // The weights of a row lie where its first score was.
+    const Weight* weights = (const Weight*)(scratch.scores + first_slot);
+    weights += (run.slot - first_slot) / Dot<T>::steps;
+    scratch.product(rows, weights, SCORES_ROW, tile.operands[VALUES], run.at[VALUES], tokens, size,
+                    size, next_values, [&](int64_t r, int64_t channel, vf x) {
+                      float* out = scratch.sums.out + (row + r) * scratch.out_row + channel;
+                      store(out, load(out) + x);
+                    });
   }
-}
-
-// attend_rows of `rows` <= R rows.
-template <class T, int R, class... Rest>
-void attend_up_to(int64_t rows, Rest&... rest) {
-  if (rows == R) return attend_rows<T, R>(rest...);
-  if constexpr (R > 1) attend_up_to<T, R - 1>(rows, rest...);
 }
 
 // All rows of a unit against a tile, in nearly equal blocks: 6 and 5 rows, not 8 and 3.
@@ -95,8 +101,8 @@ void attend_tile(const relay_call& call, const Unit& unit, const Tile<T>& tile,
                  Scratch<T>& scratch, Prefetcher& next_keys, Prefetcher& next_values) {
   for (int64_t row = 0; row < unit.rows;) {
     const int64_t left = unit.rows - row;
-    const int64_t rows = ceil_div(left, ceil_div(left, REGISTER_ROWS));
-    attend_up_to<T, REGISTER_ROWS>(rows, call, unit, row, tile, scratch, next_keys, next_values);
+    const int64_t rows = ceil_div(left, ceil_div(left, Scratch<T>::ROWS));
+    attend_rows<T>(call, unit, row, rows, tile, scratch, next_keys, next_values);
     row += rows;
   }
 }
@@ -118,7 +124,7 @@ void attend(const relay_call& call, const WorkIndex& from, const WorkIndex& to, 
     Cursor after = at;
     after.next();
     more = !after.at_end() && !same(after.index, to);
-    const int64_t row_blocks = ceil_div(at.unit.rows, REGISTER_ROWS);
+    const int64_t row_blocks = ceil_div(at.unit.rows, Scratch<T>::ROWS);
     next_keys.clear(row_blocks);
     next_values.clear(row_blocks);
     if (more) {

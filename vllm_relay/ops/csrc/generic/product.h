@@ -139,7 +139,7 @@ struct Count {
 //   columns: that are asked for; there: that exist in memory, at least as many
 //   sink(row, first column, vector): W columns of a row; beyond `columns` they are arbitrary
 template <class T, int R, class Sink>
-RELAY_INLINE void product(const typename Dot<T>::Weight* a, int64_t a_row,
+void product(const typename Dot<T>::Weight* a, int64_t a_row,
                           const relay_operand& operand, const T* at, int64_t steps,
                           int64_t columns, int64_t there, Prefetcher& prefetcher, Sink sink) {
   int64_t c = 0;
@@ -179,6 +179,26 @@ RELAY_INLINE void product(const typename Dot<T>::Weight* a, int64_t a_row,
       block(Count<LEAST>{}, AdjacentColumns<T, true>{at + c, operand.stride, there - c});
   }
 }
+
+// product of `rows` <= R rows.
+template <class T, int R = REGISTER_ROWS, class... Rest>
+RELAY_INLINE void product_up_to(int64_t rows, Rest&... rest) {
+  if (rows == R) return product<T, R>(rest...);
+  if constexpr (R > 1) product_up_to<T, R - 1>(rows, rest...);
+}
+
+// The product as attention calls it, and what a thread keeps between its calls. An instruction set
+// may specialise it.
+template <class T>
+struct MatrixProduct {
+  static constexpr int rows = REGISTER_ROWS;  // at most, of one call
+
+  // Arguments of `product`, after the number of rows.
+  template <class... Rest>
+  RELAY_INLINE void operator()(int64_t rows, Rest&&... rest) {
+    product_up_to<T>(rows, rest...);
+  }
+};
 
 }  // namespace
 }  // namespace relay

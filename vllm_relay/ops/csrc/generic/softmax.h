@@ -12,6 +12,44 @@ constexpr float LOG2E = 1.44269504f, LN2 = 0.693147181f;
 
 RELAY_INLINE float exp2(float x) { return exp2(broadcast(x))[0]; }
 
+// tanh x: below 0.6 a minimax polynomial, relative error 1e-7, else by 2 ** x.
+RELAY_INLINE vf tanh(vf x) {
+  const vf size = (vf)((vi)x & 0x7fffffff), square = x * x;
+  vf p = broadcast(1.561303542e-2f);
+  p = p * square - 5.221204665e-2f;
+  p = p * square + 1.331312078e-1f;
+  p = p * square - 3.333259769e-1f;
+  const vf e = exp2(size * (-2.0f * LOG2E));
+  const vf large = (vf)((vi)((1.0f - e) / (1.0f + e)) | ((vi)x & (int)0x80000000));
+  return size < 0.6f ? p * square * x + x : large;
+}
+
+// The factor of a product of a query and a key before `bend_scores`.
+inline float score_factor(const relay_scores& scores) {
+  return scores.softcap ? (float)(scores.scale / scores.softcap) : (float)scores.scale * LOG2E;
+}
+
+// What is not linear about a row's scores, or depends on the position, in base 2.
+//   scores: [count] of the keys from `first` on, a multiple of W, times score_factor
+RELAY_INLINE void bend_scores(const relay_call& call, const Unit& unit, int64_t row, int64_t first,
+                              float* scores, int64_t count) {
+  if (call.scores.softcap) {
+    const float cap = (float)call.scores.softcap * LOG2E;
+    // s = softcap tanh(s)
+    for (int64_t i = 0; i < count; i += W) store(scores + i, tanh(load(scores + i)) * cap);
+  }
+  if (call.scores.slopes) {
+    const auto [token, head] = row_of(call, unit, row);
+    const float slope = call.scores.slopes[head] * LOG2E;
+    const int64_t start = call.sequences[unit.sequence].start;
+    vf distance = broadcast((float)(start + first - call.positions[token]));  // k - p
+    for (int i = 0; i < W; ++i) distance[i] += (float)i;
+    // s = s + slope (k - p)
+    for (int64_t i = 0; i < count; i += W, distance += (float)W)
+      store(scores + i, load(scores + i) + distance * slope);
+  }
+}
+
 // Adds a tile's scores to a row's softmax and writes their weights over them. Returns the factor for
 // the row's output so far, 2 ** (m - m').
 //   scores:  [count], a multiple of 2 W; then Dot<T>::Weight [count / Dot::steps]
@@ -43,20 +81,31 @@ RELAY_INLINE float online_softmax_update(float* scores, int64_t count, float& ro
   return factor;
 }
 
-// out = O / l,  lse = (m + log2 l) ln 2;  a row that attended to nothing: 0 and -inf.
+// out = O / l,  lse = (m + log2 l) ln 2;  a row that attended to nothing: 0 and -inf. A sink that is
+// not left to the fusion is one more key, without a value:  l = l + 2 ** (sink - m).
 template <class Out>
 void write_rows(const relay_call& call, const Unit& unit, const Accumulator& sums) {
   const relay_partial& partial = call.partials[call.sequences[unit.sequence].partial];
   const int64_t out_row = rounded(call.head_size, PIECE);
   for (int64_t r = 0; r < unit.rows; ++r) {
     const auto [token, head] = row_of(call, unit, r);
-    const bool empty = sums.row_sum[r] == 0.0f;
+    float row_max = sums.row_max[r], row_sum = sums.row_sum[r], factor = 1.0f;
+    if (call.scores.sinks && !call.fused.base) {
+      const float sink = call.scores.sinks[head] * LOG2E;
+      if (sink > row_max) {
+        factor = exp2(row_max - sink);
+        row_max = sink;
+      }
+      row_sum = row_sum * factor + exp2(sink - row_max);
+    }
+    const bool empty = row_sum == 0.0f;
     Out* out = row_at<Out>(partial.out, token, head);  // [D]
-    const float inverse = empty ? 0.0f : 1.0f / sums.row_sum[r];
+    const float inverse = empty ? 0.0f : factor / row_sum;
     for (int64_t d = 0; d < call.head_size; d += W)
       narrow(load(sums.out + r * out_row + d) * inverse, out + d);
-    *row_at<float>(partial.lse, token, head) =
-        empty ? NEG_INF : (sums.row_max[r] + __builtin_log2f(sums.row_sum[r])) * LN2;
+    if (partial.lse.base)
+      *row_at<float>(partial.lse, token, head) =
+          empty ? NEG_INF : (row_max + __builtin_log2f(row_sum)) * LN2;
   }
 }
 
@@ -96,13 +145,14 @@ void merge_parts(const relay_call& call, const Unit& unit, const Accumulator* pa
 }
 
 // Relay fusion: partials merged by their LSE (RelayAttention, arXiv 2402.14808, eq. 7-12).
-// out = sum_p out_p exp(lse_p) / sum_p exp(lse_p), for tokens [from, to) of the call.
+// out = sum_p out_p exp(lse_p) / (sum_p exp(lse_p) + exp(sink)), for tokens [from, to) of the call.
 template <class In, class Out>
 void fuse_partials(const relay_call& call, int64_t from, int64_t to) {
   float total[MAX_HEAD_SIZE];
   for (int64_t token = from; token < to; ++token) {
     for (int64_t head = 0; head < call.heads; ++head) {
-      float max = NEG_INF;
+      const float* sink = call.scores.sinks ? call.scores.sinks + head : nullptr;
+      float max = sink ? *sink : NEG_INF;
       int64_t live = 0;
       const auto lse = [&](int64_t p) {
         return *row_at<float>(call.partials[p].lse, token, head);
@@ -114,7 +164,7 @@ void fuse_partials(const relay_call& call, int64_t from, int64_t to) {
       }
       if (max == NEG_INF) max = 0;  // every LSE left is NaN, or none is left
       // total = sum_p out_p w_p, w_p = exp(lse_p - max)
-      float weight = 0;
+      float weight = sink ? exp2((*sink - max) * LOG2E) : 0.0f;
       __builtin_memset(total, 0, call.head_size * sizeof(float));
       for (int64_t p = 0; p < call.num_partials; ++p) {
         if (__builtin_isinf(lse(p))) continue;

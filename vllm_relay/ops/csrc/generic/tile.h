@@ -14,11 +14,13 @@ constexpr int64_t SCORES_ROW = TILE_SLOTS + 9 * W;
 template <class T>
 struct Scratch {
   typedef typename Dot<T>::Weight Weight;
+  static constexpr int64_t ROWS = MatrixProduct<T>::rows;
   int64_t q_row, out_row;  // elements of a row of q and of sums.out
-  float* scores;           // [REGISTER_ROWS, SCORES_ROW], then softmax weights
+  float* scores;           // [ROWS, SCORES_ROW], then softmax weights
   Weight* q;               // [MAX_ROWS, q_row]
   Accumulator sums;        // of MAX_ROWS
   T* packed[2];            // [TILE_SLOTS * D] each, a tile's keys and values
+  MatrixProduct<T> product;
 
   Scratch(char* at, int64_t head_size) {
     q_row = head_size / Dot<T>::steps;
@@ -28,14 +30,14 @@ struct Scratch {
       at += rounded(bytes, 64);
       return here;
     };
-    scores = (float*)take(REGISTER_ROWS * SCORES_ROW * sizeof(float));
+    scores = (float*)take(ROWS * SCORES_ROW * sizeof(float));
     q = (Weight*)take(MAX_ROWS * q_row * sizeof(Weight));
     sums = accumulator_in((float*)take(accumulator_floats(head_size) * sizeof(float)), head_size);
     for (T*& operand : packed) operand = (T*)take(TILE_SLOTS * head_size * sizeof(T));
   }
 
   static constexpr int64_t bytes() {
-    return 64 * 8 + REGISTER_ROWS * SCORES_ROW * 4 + 2 * MAX_ROWS * 4 +
+    return 64 * 8 + ROWS * SCORES_ROW * 4 + 2 * MAX_ROWS * 4 +
            2 * MAX_ROWS * MAX_HEAD_SIZE * 4 + 2 * TILE_SLOTS * MAX_HEAD_SIZE * (int64_t)sizeof(T);
   }
 };
@@ -105,8 +107,9 @@ void locate_tile(const relay_call& call, const Unit& unit, int64_t index, Tile<T
   tile.operands[KEYS] = layout.k;
   tile.operands[VALUES] = layout.v;
   tile.count = 0;
-  const int64_t end = min((index + 1) * unit.tile_keys, unit.keys);
-  for (int64_t t = index * unit.tile_keys, slot = 0; t < end;) {
+  const int64_t begin = unit.first + index * unit.tile_keys;
+  const int64_t end = min(begin + unit.tile_keys, unit.keys);
+  for (int64_t t = begin, slot = 0; t < end;) {
     int64_t block = 0, in = t, there = sequence.keys - t;
     if (layout.block_tokens) {
       block = sequence.table[t / layout.block_tokens];

@@ -3,8 +3,9 @@
 // isa/NAME.h defines W, REGISTER_ROWS, register_vectors and register_vectors_in_place (product.h),
 // includes this file and adds what it has instructions for:
 //   widen(const f16*), narrow(vf, f16*)
-//   reduce_max, reduce_add, exp2 of vf, in place of the templates here
+//   reduce_max, reduce_add, exp2 of vf, widen and narrow of bf16, in place of the templates here
 //   Dot<T> for element types that are not multiplied as floats
+//   MatrixProduct<T> (product.h) for those that are not multiplied vector by vector
 #pragma once
 #include <stdint.h>
 
@@ -78,6 +79,7 @@ RELAY_INLINE Vector exp2(Vector x) {
 RELAY_INLINE vf widen(const float* p) { return load(p); }
 
 // p: [W]
+template <class = void>
 RELAY_INLINE vf widen(const bf16* p) {
   vh x;
   __builtin_memcpy(&x, p, sizeof x);
@@ -96,6 +98,7 @@ RELAY_INLINE vf widen_some(const T* p, int64_t count) {
 RELAY_INLINE void narrow(vf x, float* p) { store(p, x); }
 
 // Rounds to nearest, ties to even. p: [W]
+template <class = void>
 RELAY_INLINE void narrow(vf x, bf16* p) {
   const vi bits = (vi)x;
   const vi rounded = bits + 0x7fff + ((bits >> 16) & 1);
