@@ -25,8 +25,8 @@ class PlanningWorker:
         Args:
             keep: False: choose anew in every step, as if each changed the batch.
         """
-        from vllm_relay.backend.cpu import StepPlanner
         from vllm_relay.backend.packed_cache import PackedCache
+        from vllm_relay.backend.step_planner import StepPlanner
         from vllm_relay.sharing import planner
 
         planner.KEEP_STEPS = 64 if keep else 0

@@ -86,7 +86,7 @@ def _turned(stock: Any) -> Any:
     return kernel_layout
 
 
-STEP = "backend.cpu.NativeStep"
+STEP = "backend.step_planner.NativeStep"
 # name -> the place in vllm_relay that is replaced, and by what
 PLANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "lse": (STEP, _wrong_native_lse(slice(-1))),
@@ -140,7 +140,7 @@ class WorkerExtension:
 
     def watch_steps(self) -> None:
         """Count levels and query lengths of relayed steps; find the most that is packed."""
-        from vllm_relay.backend.cpu import StepPlanner
+        from vllm_relay.backend.step_planner import StepPlanner
 
         stock = StepPlanner.plan
 

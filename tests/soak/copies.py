@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
 from tests.soak.copies_pool import Pool, Request
 from tests.soak.copies_scenario import BLOCK_SIZE, COLUMNS, Scenario
 from tests.unit.backend.cpu_bench import Bench, make_bench
-from vllm_relay.backend import cpu
+from vllm_relay.backend import cpu, step_planner
 from vllm_relay.backend.packed_cache import PackedCache, Segment
 from vllm_relay.sharing import reads
 
@@ -60,7 +60,7 @@ def run_chunk(chunk: int) -> dict[str, Any]:
 def simulate(seed: int, steps: int, *, until_stale: bool = False) -> Counts:
     """What so many steps saw; fewer with ``until_stale``, which ends at the first stale read."""
     rng, counts = Random(seed), Counts()
-    with mock.patch.object(cpu, "NativeStep", RecordedStep):
+    with mock.patch.object(step_planner, "NativeStep", RecordedStep):
         while counts.steps < steps and not (until_stale and counts.stale):
             engine = Engine(rng, counts)
             last = min(steps, counts.steps + STEPS_PER_SCENARIO)
@@ -106,7 +106,7 @@ class Engine:
         packed = PackedCache(1, scenario.room)
         costs = replace(reads(), copy=scenario.copy)
         assert self.impl.shape is not None
-        self.builder.planner = cpu.StepPlanner(
+        self.builder.planner = step_planner.StepPlanner(
             {self.impl.shape: costs}, BLOCK_SIZE, scenario.levels, packed
         )
         self.impl.packed, self.impl.pack = packed, self.pack

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from vllm_relay.backend.cpu import StepPlanner
 from vllm_relay.backend.packed_cache import PackedCache
+from vllm_relay.backend.step_planner import StepPlanner
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vllm_relay import compat
-from vllm_relay.backend import cpu, cpu_impl
+from vllm_relay.backend import cpu_impl, step_planner
 from vllm_relay.backend.packed_cache import PackedCache
 from vllm_relay.ops.native import library as native
 from vllm_relay.ops.native.packed import PackedSegment
@@ -42,10 +42,10 @@ def _places() -> dict[str, list[tuple[Any, str]]]:
             *_named(cpu_impl.RelayImpl, "kernel_layout"),
         ],
         "planning": [
-            *_named(cpu.StepPlanner, "plan"),
+            *_named(step_planner.StepPlanner, "plan"),
             *_named(PackedCache, "begin_step of_step find"),
             *_named(Planner, "plan"),
-            *_named(cpu, "make_plan stats_of written_blocks"),
+            *_named(step_planner, "make_plan stats_of written_blocks"),
             *_named(NativeStep, "__init__"),
         ],
         "system KV": [

@@ -21,9 +21,10 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from vllm_relay.backend.cpu import RelayMetadataBuilder, StepPlanner
+from vllm_relay.backend.cpu import RelayMetadataBuilder
 from vllm_relay.backend.cpu_impl import RelayImpl, RelayMetadata
 from vllm_relay.backend.packed_cache import PackedCache
+from vllm_relay.backend.step_planner import StepPlanner
 from vllm_relay.plan import SharingStats
 from vllm_relay.sharing import Costs
 

@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_relay.backend import cpu, cpu_impl
 from vllm_relay.backend.packed_cache import PackedCache
+from vllm_relay.backend.step_planner import StepPlanner
 from vllm_relay.ops import reference
 from vllm_relay.sharing import Costs, reads
 
@@ -36,9 +37,7 @@ class Bench:
         packed = PackedCache(1, room)
         self.impl.packed = packed
         assert self.impl.shape is not None
-        self.builder.planner = cpu.StepPlanner(
-            {self.impl.shape: costs or reads()}, BLOCK, 3, packed
-        )
+        self.builder.planner = StepPlanner({self.impl.shape: costs or reads()}, BLOCK, 3, packed)
         return packed
 
 

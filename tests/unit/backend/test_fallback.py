@@ -8,7 +8,7 @@ import torch
 
 from tests.unit.backend.cpu_bench import Bench, forward, make_bench, make_step, outputs
 from vllm_relay import metrics
-from vllm_relay.backend import cpu, cpu_impl
+from vllm_relay.backend import cpu, cpu_impl, step_planner
 from vllm_relay.backend.fallback import MOST_FAILURES
 from vllm_relay.ops.step.native import NativeStep
 from vllm_relay.sharing import Planner
@@ -48,7 +48,7 @@ def fails_once(stock: Any, error: Exception) -> Any:
     ("owner", "name", "doing"),
     [
         (Planner, "plan", "planning"),
-        (cpu, "make_plan", "planning"),
+        (step_planner, "make_plan", "planning"),
         (NativeStep, "__init__", "planning"),
         (NativeStep, "run", "attention"),
         (cpu_impl.RelayImpl, "kernel_layout", "attention"),

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.unit.backend.cpu_bench import BLOCK, make_bench, make_step
-from vllm_relay.backend import cpu, memory
+from vllm_relay.backend import memory
 from vllm_relay.backend.memory import MemoryBound, memory_bound
+from vllm_relay.backend.step_planner import StepPlanner
 from vllm_relay.ops.step.native import partial_bytes
 
 GIB = 2**30
@@ -74,7 +75,7 @@ def test_a_step_beyond_the_bound_of_partials_has_no_groups() -> None:
     assert _groups(planner, common) == 0
 
 
-def _groups(planner: cpu.StepPlanner, common: Any) -> int:
+def _groups(planner: StepPlanner, common: Any) -> int:
     ((_, stats),) = planner.plan(common).values()
     return stats.groups
 

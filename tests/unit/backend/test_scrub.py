@@ -7,7 +7,7 @@ import torch
 
 from tests.unit.backend.cpu_bench import Bench, forward, make_bench, make_step, outputs
 from vllm_relay import metrics
-from vllm_relay.backend.cpu import NativeStep
+from vllm_relay.ops.step.native import NativeStep
 
 STEP = make_step([[1, 2, 3, 10], [1, 2, 3, 15], [1, 2, 3, 17]], [97, 120, 128])
 

@@ -1,0 +1,85 @@
+"""The planner of one KV cache group's steps on the CPU: a `RelayStep` for each shape of layers."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from vllm_relay.backend.cpu_impl import RelayStep
+from vllm_relay.backend.packed_cache import Found, PackedCache, written_blocks
+from vllm_relay.ops.native.prepared import AttentionShape
+from vllm_relay.ops.step.native import NativeStep, partial_bytes
+from vllm_relay.plan import SharingStats
+from vllm_relay.sharing import Costs, Forest, Planner, make_plan, stats_of
+from vllm_relay.sharing.forest import Int32Array
+from vllm_relay.sharing.window import UNSEEN, without_null_blocks
+
+
+class StepPlanner:
+    """Plans the steps of one KV cache group.
+
+    Args:
+        costs: of each shape of layers. block_size: of the block tables.
+        max_levels: as `sharing.choose`. packed: the packed segments.
+        max_partial_bytes: a step whose partials would take more has no groups.
+    """
+
+    def __init__(
+        self,
+        costs: Mapping[AttentionShape, Costs],
+        block_size: int,
+        max_levels: int,
+        packed: PackedCache,
+        max_partial_bytes: float = math.inf,
+    ) -> None:
+        self.packed = packed
+        self._max_partial_bytes = max_partial_bytes
+        self._block_size = block_size
+        self._planners = {
+            shape: Planner(block_size, of_shape, max_levels, shape.window)
+            for shape, of_shape in costs.items()
+        }
+
+    def plan(self, common: Any) -> dict[AttentionShape, tuple[RelayStep, SharingStats]]:
+        """One step; ``common``: vLLM's CommonAttentionMetadata. Called for every step.
+
+        Returns:
+            By shape, without those for which vLLM's own attention is predicted to be faster.
+        """
+        table = common.block_table_tensor[: common.num_reqs].numpy()
+        lens = common.seq_lens[: common.num_reqs].numpy()
+        starts = common.query_start_loc[: common.num_reqs + 1].numpy()
+        if self.packed:
+            # All of it: whatever else is cut off a step, the engine writes these.
+            slots = common.slot_mapping.numpy()
+            computed = (lens - np.diff(starts)) // self._block_size
+            self.packed.begin_step(table, computed, written_blocks(slots, self._block_size))
+        if common.causal is not True:
+            return {}
+        found = {shape: self._plan_shape(shape, table, lens, starts) for shape in self._planners}
+        return {shape: planned for shape, planned in found.items() if planned is not None}
+
+    def _plan_shape(
+        self, shape: AttentionShape, table: Int32Array, lens: Int32Array, starts: Int32Array
+    ) -> tuple[RelayStep, SharingStats] | None:
+        planner = self._planners[shape]
+        if shape.window:
+            table = without_null_blocks(table)
+        choice = planner.plan(table, lens, np.diff(starts))
+        if not choice.ours:
+            return None
+        forest = choice.forest
+        per_token = partial_bytes(len(forest.levels), shape.heads, shape.head_size)
+        if int(starts[-1]) * per_token > self._max_partial_bytes:
+            forest = Forest((), forest.num_rows, forest.block_size)
+        if shape.window:
+            table = np.where(table < UNSEEN, table, 0)  # which nobody reads
+        plan = make_plan(forest, table, lens, starts)
+        groups = sum(map(len, forest.levels))
+        found: list[Found | None] = [None] * groups
+        if groups and not shape.window:  # what a window sees of a segment is soon another part
+            found = self.packed.of_step(choice, table, planner.costs)
+        attention = NativeStep(plan, [held is not None for held in found], shape)
+        step = RelayStep(plan, [held for held in found if held is not None], attention)
+        return step, stats_of(forest, lens)
