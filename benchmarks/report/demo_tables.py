@@ -138,9 +138,7 @@ def show_numbers(console: Console, runs: list[Run]) -> None:
         if run.sharing:
             console.print(f"{run.label}: {run.sharing}")
         if run.counters.get("steps_relayed") == 0:
-            console.print(
-                f"[yellow]{run.label}: no step was relayed, all ran on vLLM's own path.[/]"
-            )
+            console.print(f"[yellow]{run.label}: no step had a group of requests that share.[/]")
         if run.counters:
             counts = ", ".join(f"{name} {count:,}" for name, count in run.counters.items())
             console.print(f"[dim]{run.label}: {counts}[/]")

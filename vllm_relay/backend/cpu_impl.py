@@ -182,6 +182,7 @@ class RelayImpl(CPUAttentionBackendImpl):
                     self.pack(layer, kv_cache, segment).from_token(first * kv_cache.shape[2])
                     for segment, first in step.segments
                 ]
+                # Weights may be loaded again in place, so that sinks are not kept as float32.
                 step.attention.run(
                     query,
                     self.kernel_layout(kv_cache),

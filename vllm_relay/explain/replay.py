@@ -150,15 +150,14 @@ def replay(
         middle = {(steps - 1) // 2, steps // 2}
         shapes = [batch.shape(after) for after in sorted(middle)]
         choice = choose(shapes[0], costs, max_levels)
-        stock = Forest((), len(batch.left), trace.block_tokens)
-        forest = choice.forest if choice.ours else stock
+        nothing = Forest((), len(batch.left), trace.block_tokens)
+        forest = choice.forest if choice.ours else nothing
         _count(found, batch, shapes[0].trie, forest, steps)
         _remember(groups, batch, forest, steps)
         for shape in shapes:
-            found.seconds_stock += steps / len(shapes) * predict_stock(shape, seconds)
-            relay = (
-                predict(forest, shape, seconds) if choice.ours else predict_stock(shape, seconds)
-            )
+            stock = predict_stock(shape, seconds)
+            relay = predict(forest, shape, seconds) if choice.ours else stock
+            found.seconds_stock += steps / len(shapes) * stock
             found.seconds_relay += steps / len(shapes) * relay
         batch.step(steps)
         if report is not None:

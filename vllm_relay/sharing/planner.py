@@ -72,11 +72,9 @@ class Planner:
         first_seen = np.maximum(lens - queries - self.window + 1, 0) // self.block_size
         seen, left_out = shifted(trie, first_seen)
         # Those who share may see less of the segment than is left: that much is overrated.
-        hidden = np.where(np.isin(np.arange(len(lens)), _members(trie)), left_out, first_seen)
-        shown = (lens - hidden * self.block_size).astype(np.int32)
-        choice = choose(
-            StepShape(seen, self.block_size, shown, queries), self.costs, self.max_levels
-        )
+        shown = lens - left_out * np.int32(self.block_size)
+        shape = StepShape(seen, self.block_size, shown, queries)
+        choice = choose(shape, self.costs, self.max_levels)
         return replace(choice, forest=shifted_back(choice.forest, left_out))
 
     def _holds(self, block_table: Int32Array, computed: Int32Array, query_lens: Int32Array) -> bool:
@@ -92,8 +90,3 @@ class Planner:
             and np.array_equal(np.minimum(computed // self.block_size, width), blocks)
             and np.array_equal(block_table[:, :width], columns)
         )
-
-
-def _members(trie: Trie) -> Int32Array:
-    """Requests that share with another."""
-    return np.concatenate([np.empty(0, dtype=np.int32), *trie.rows[1:]])

@@ -43,7 +43,8 @@ def shifted(trie: Trie, first_seen: NDArray[np.signedinteger]) -> tuple[Trie, In
         first_seen: [R], the first block of each request that one of its queries sees.
 
     Returns:
-        The trie, and blocks left out of each request's prefix, int32 [R].
+        The trie, and blocks left out of each request, int32 [R]: of one that shares nothing, those
+        that it does not see.
     """
     top = list(range(len(trie.depth)))  # the node below the root on the way to each
     for node, parent in enumerate(trie.parent):
@@ -53,7 +54,7 @@ def shifted(trie: Trie, first_seen: NDArray[np.signedinteger]) -> tuple[Trie, In
     for node, rows in enumerate(trie.rows):
         if node and len(rows):
             left_out[top[node]] = min(left_out[top[node]], int(first_seen[rows].min()))
-    of_request = np.zeros(trie.num_rows, dtype=np.int32)
+    of_request = first_seen.astype(np.int32)
     for node, rows in enumerate(trie.rows):
         if node:
             of_request[rows] = left_out[top[node]]

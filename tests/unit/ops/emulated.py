@@ -150,7 +150,7 @@ class _Arena:
         return ADDRESS + self._copy(x.ctypes.data, x.nbytes)
 
     def moved(self, address: int | None) -> int:
-        """What `address` of this process is in the emulated one; 0 in no buffer."""
+        """Address in the emulated process of `address` in this one; 0 in no buffer."""
         index = bisect_right(self._starts, address or 0) - 1
         if index < 0 or address >= self._buffers[index].stop:
             return 0

@@ -19,7 +19,7 @@ INCLUDES = [f"-I{folder}" for folder in (TEST_SETS, ROOT / "vllm_relay/ops/csrc/
 
 
 def setup_file() -> dict[str, Any]:
-    """What `setup.py` defines."""
+    """Globals of `setup.py`."""
     with mock.patch("setuptools.setup"):
         return runpy.run_path(str(ROOT / "setup.py"))
 

@@ -145,7 +145,6 @@ inline Seen seen_by(const relay_call& call, const relay_sequence& sequence, int6
   if (call.scores.window) {
     const int64_t position = call.positions[sequence.first + query];
     seen.first = position - sequence.start - call.scores.window + 1;
-    if (!sequence.causal) seen.end = min(seen.end, position - sequence.start + call.scores.window);
   }
   seen.end = max(seen.end, 0);
   return {clamp(seen.first, seen.end), seen.end};
@@ -158,14 +157,11 @@ inline Unit unit_at(const relay_call& call, const WorkIndex& index, const RowBlo
   unit.kv_head = index.kv_head;
   unit.row = index.row_block * blocks.each;
   unit.rows = min(blocks.rows - unit.row, blocks.each);
+  // The last query sees up to the last key; with a window, any may see the first.
   const int64_t last = query_of(call, unit.row + unit.rows - 1);
   Seen seen = seen_by(call, sequence, last);
-  if (call.scores.window) {
-    for (int64_t query = query_of(call, unit.row); query < last; ++query) {
-      const Seen more = seen_by(call, sequence, query);
-      seen = {min(seen.first, more.first), max(seen.end, more.end)};
-    }
-  }
+  for (int64_t query = query_of(call, unit.row); call.scores.window && query < last; ++query)
+    seen.first = min(seen.first, seen_by(call, sequence, query).first);
   const relay_layout& layout = call.layouts[sequence.layout];
   const int64_t block = layout.block_tokens;
   unit.first = seen.first - seen.first % (block % PIECE ? block : PIECE);

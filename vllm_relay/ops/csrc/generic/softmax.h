@@ -29,7 +29,7 @@ inline float score_factor(const relay_scores& scores) {
   return scores.softcap ? (float)(scores.scale / scores.softcap) : (float)scores.scale * LOG2E;
 }
 
-// What is not linear about a row's scores, or depends on the position, in base 2.
+// Soft cap and ALiBi of a row's scores, in base 2.
 //   scores: [count] of the keys from `first` on, a multiple of W, times score_factor
 RELAY_INLINE void bend_scores(const relay_call& call, const Unit& unit, int64_t row, int64_t first,
                               float* scores, int64_t count) {

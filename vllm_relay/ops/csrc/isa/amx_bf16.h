@@ -49,7 +49,7 @@ RELAY_INLINE void tile_multiply() {
 
 #endif
 
-// What ldtilecfg reads: the shapes of tiles.
+// The shapes of tiles, as ldtilecfg reads them.
 struct TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {};

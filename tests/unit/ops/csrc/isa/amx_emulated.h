@@ -19,7 +19,7 @@
 namespace relay {
 namespace {
 
-// What the processor would fault on.
+// A rule on whose breach a processor faults: here the process ends with its name.
 inline void require(bool holds, const char* rule) {
   if (holds) return;
   fprintf(stderr, "tile unit: %s\n", rule);
