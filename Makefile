@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 VENV_OLD := .venv-0.27.1
 # What must hold on every engine version; tests that start engines, each on a core of its own.
-ENGINE_TESTS := tests/unit/test_plugin.py tests/unit/backend tests/engine/test_parity.py tests/engine/test_system_kv.py
+ENGINE_TESTS := tests/unit/test_plugin.py tests/unit/backend tests/unit/calibration tests/engine/test_parity.py tests/engine/test_parity_layers.py tests/engine/test_system_kv.py
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
 # The model lies on the disk, and the engine has nobody to report to.

@@ -2,13 +2,18 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 # Before anything imports vLLM or huggingface_hub: both read these at import.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# Test processes run side by side. Several threads of each wait for one another at the end of every
+# parallel loop: an engine takes four times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # With several test processes: engines pin themselves to cores, all to the same ones unless told.
 _worker = os.environ.get("PYTEST_XDIST_WORKER")
 if _worker:
@@ -31,6 +36,13 @@ def same_random_tensors() -> None:
     """A test's random tensors do not depend on the tests before it."""
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep what engines measure at their start out of the user's cache."""
+    folder = tempfile.TemporaryDirectory(prefix="vllm-relay-tests-")
+    config.add_cleanup(folder.cleanup)
+    os.environ["VLLM_RELAY_DEVICES"] = str(Path(folder.name) / "devices.json")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

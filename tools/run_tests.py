@@ -5,7 +5,6 @@
 The last lines are each run's summary and their sum. The status is 1 if a run did not pass.
 """
 
-import os
 import re
 import subprocess
 import sys
@@ -27,8 +26,6 @@ class Run:
 
     args: list[str]
     workers: int = 1
-    # Torch's threads; None: as many as there are cores.
-    threads: int | None = 1
 
 
 CUDA = "tests/triton/cuda"
@@ -39,8 +36,8 @@ RUNS = {
     "compiled": Run(args=["tests/triton/compiled"]),
     "unit": Run(args=["tests/unit"], workers=JOBS),
     "fast": Run(args=["tests/unit", "-m", "not slow"], workers=JOBS),
-    "engine": Run(args=["tests/engine"], workers=JOBS, threads=None),
-    "benchmarks": Run(args=["tests/benchmarks"], workers=JOBS, threads=None),
+    "engine": Run(args=["tests/engine"], workers=JOBS),
+    "benchmarks": Run(args=["tests/benchmarks"], workers=JOBS),
 }
 ALL = [name for name in RUNS if name != "fast"]  # "unit" has them
 
@@ -55,16 +52,12 @@ class Done:
 
 def execute(name: str) -> Done:
     run, started = RUNS[name], time.monotonic()
-    command = [sys.executable, "-m", "pytest", *run.args]
-    environment = dict(os.environ)
-    if run.threads is not None:
-        environment["OMP_NUM_THREADS"] = str(run.threads)
+    command = [sys.executable, "-m", "pytest", "--durations=15", *run.args]
     if run.workers > 1:
         command += ["-n", str(run.workers), "--dist", "loadfile", "--no-loadscope-reorder"]
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -75,6 +75,41 @@ def _wrong_native_lse(which: slice) -> Callable[[Any], Any]:
     return planted
 
 
+def _wrong_score(change: Callable[[Any], None]) -> Callable[[Any], Any]:
+    """Scores of other products; `change` gets the kernels' ``relay_scores``."""
+
+    def planted(stock: Any) -> Any:
+        class Wrong(stock):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                change(self.call._scores)
+
+        return Wrong
+
+    return planted
+
+
+def _one_key_more(scores: Any) -> None:
+    scores.window += bool(scores.window)
+
+
+def _higher_cap(scores: Any) -> None:
+    scores.softcap *= 1.05
+
+
+def _wrong_of_layer(name: str, factor: float) -> Callable[[Any], Any]:
+    """Slopes or sinks times a factor."""
+
+    def planted(stock: Any) -> Any:
+        class Wrong(stock):
+            def run(self, *args: Any, **of_layer: Any) -> None:
+                super().run(*args, **{**of_layer, name: of_layer[name] * factor})
+
+        return Wrong
+
+    return planted
+
+
 def _turned(stock: Any) -> Any:
     """Keys of blocks read as if they lay token by token."""
 
@@ -94,6 +129,10 @@ PLANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "block": (STEP, _wrong_sequences(_one_block_less)),
     "layout": ("backend.cpu_impl.RelayImpl.kernel_layout", _turned),
     "level": (STEP, _wrong_sequences(_those_of_the_next_group)),
+    "window": (STEP, _wrong_score(_one_key_more)),
+    "cap": (STEP, _wrong_score(_higher_cap)),
+    "slope": (STEP, _wrong_of_layer("slopes", 1.1)),
+    "sink": (STEP, _wrong_of_layer("sinks", 1.1)),
     "paged-lse": ("backend.cuda_impl.paged_relay", _wrong_paged_lse),
 }
 

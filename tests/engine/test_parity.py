@@ -1,147 +1,24 @@
-"""Relay is no further from an fp32 run than twice the distance of vLLM's own bf16 run.
+"""Parity of Llama's attention; see `parity`."""
 
-All runs produce the same tokens (those that the fp32 run chose), so log-probabilities are compared
-position by position. The same comparison must fail with an error planted in the relay path, or it
-would prove nothing.
-"""
-
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from benchmarks.harness.random_model import VOCABULARY, write_random_model
-from tests.engine.engine import SMOLLM2, run_engine
-
-STEPS = 64
-# With a planted error: it shows at once.
-STEPS_PLANTED = 16
-BLOCK = 128
-# tokens of each group's shared prefix, its members, and tokens that each member adds
-GROUPS = ((600, 14, 60), (420, 10, 60), (300, 8, 90))
-UNGROUPED = 5
-# Prompts of a tree: so many system prompts, documents below each and samples of each, and tokens of
-# a system prompt, a document and a sample's own.
-TREE, TREE_TOKENS = (2, 3, 4), (300, 280, 60)
+from benchmarks.harness.random_model import write_random_model
+from tests.engine.engine import SMOLLM2
+from tests.engine.parity import Case, check, text_tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
-def _source(tokens: np.ndarray) -> Callable[[int], list[int]]:
-    source = iter(tokens.tolist())
-    return lambda count: [next(source) for _ in range(count)]
+def test_a_tree_of_prompts_in_a_model_with_gqa(tmp_path: Path) -> None:
+    case = Case(
+        write=lambda folder: write_random_model(folder, 8, 2, 96),
+        tree=True,
+        bf16=("block", "layout", "level"),
+    )
+    check(case, tmp_path)
 
 
-def _tree(tokens: np.ndarray) -> tuple[list[list[int]], list[list[int]]]:
-    """A prompt per document to warm the cache; samples of all documents, shuffled."""
-    take = _source(tokens)
-    systems, documents, samples = TREE
-    warm_up, prompts = [], []
-    for _ in range(systems):
-        system = take(TREE_TOKENS[0])
-        for _ in range(documents):
-            document = system + take(TREE_TOKENS[1])
-            warm_up.append(document)
-            prompts += [document + take(TREE_TOKENS[2] + 7 * i) for i in range(samples)]
-    order = np.random.default_rng(0).permutation(len(prompts))
-    return warm_up, [prompts[i] for i in order]
-
-
-def _prompts(tokens: np.ndarray) -> tuple[list[list[int]], list[list[int]]]:
-    """A prompt per group to warm the cache; 32 requests in 3 groups and 5 ungrouped, shuffled."""
-    take = _source(tokens)
-    warm_up, prompts = [], []
-    for prefix_tokens, members, own_tokens in GROUPS:
-        prefix = take(prefix_tokens)
-        warm_up.append(prefix)
-        prompts += [prefix + take(own_tokens + i) for i in range(members)]
-    prompts += [take(60 + 50 * i) for i in range(UNGROUPED)]
-    order = np.random.default_rng(0).permutation(len(prompts))
-    return warm_up, [prompts[i] for i in order]
-
-
-def _random_tokens(_: Path) -> np.ndarray:
-    return np.random.default_rng(1).integers(3, VOCABULARY, size=20_000)
-
-
-def _text_tokens(model: Path) -> np.ndarray:
-    from transformers import AutoTokenizer
-
-    text = (Path(__file__).parents[2] / "benchmarks" / "harness" / "text" / "gpl-3.txt").read_text()
-    ids = AutoTokenizer.from_pretrained(model)(text)["input_ids"]
-    return np.array(ids * 3)
-
-
-def _distances(result: dict[str, Any], reference: dict[str, Any]) -> np.ndarray:
-    """Differences in log-probability over all steps taken: root mean square and 99.9th percentile.
-
-    A run with a planted error takes fewer of them.
-    """
-    steps = len(result["tokens"][0])
-    assert result["tokens"] == [tokens[:steps] for tokens in reference["tokens"]]
-    theirs = np.array(reference["logprobs"])[:, :steps]
-    difference = np.abs(np.array(result["logprobs"]) - theirs)
-    return np.array([np.sqrt((difference**2).mean()), np.quantile(difference, 0.999)])
-
-
-MODELS = {"mha-64": (8, 8, 64), "gqa-96": (8, 2, 96), "mqa-128": (8, 1, 128), "smollm2": None}
-# Models with the prompts of a tree; the others get three groups.
-TREES = ("gqa-96",)
-# fp32 is 2 ** 16 times finer than bf16. A hundredth of the bf16 bound leaves room for all that is
-# not rounding of the model itself, and lies far below what any planted error does.
-FP32_SHARE = 0.01
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_logprobs_stay_within_twice_the_distance_of_vllms_own(name: str, tmp_path: Path) -> None:
-    shape = MODELS[name]
-    if shape is None:
-        model = SMOLLM2
-        warm_up, prompts = _prompts(_text_tokens(model))
-    else:
-        model = write_random_model(tmp_path / "model", *shape)
-        warm_up, prompts = (_tree if name in TREES else _prompts)(_random_tokens(model))
-    force = None
-
-    def run(dtype: str, plants: Sequence[str] = (), **engine: Any) -> dict[str, Any]:
-        settings = {
-            "model": str(model),
-            "skip_tokenizer_init": True,
-            "max_model_len": 2048,
-            "max_num_seqs": 64,
-            "max_num_batched_tokens": 4096,
-            "block_size": BLOCK,
-            "dtype": dtype,
-            **engine,
-        }
-        passes = [(None, STEPS), *((plant, STEPS_PLANTED) for plant in plants)]
-        spec = {"warm_up": warm_up, "prompts": prompts, "passes": passes, "force": force}
-        return run_engine(tmp_path, {**spec, "engine": settings})
-
-    relay = {
-        "attention_backend": "relay",
-        "additional_config": {"relay": {"min_saved_tokens": 0}},
-    }
-    exact = run("float32")["passes"][0]
-    force = exact["tokens"]
-    stock = run("bfloat16")
-    assert stock["counters"]["steps"] == 0
-    bound = 2 * _distances(stock["passes"][0], exact)
-
-    levels, groups, more = (2, 8, ["level"]) if name in TREES else (1, 3, [])
-    for dtype, plants, share in (
-        ("bfloat16", ["block", "layout", *more], 1.0),
-        ("float32", ["lse", "context-lse"], FP32_SHARE),
-    ):
-        result = run(dtype, plants, **relay)
-        steps = STEPS - 8 + len(plants) * (STEPS_PLANTED - 8)
-        assert result["counters"]["steps_relayed"] >= steps
-        assert result["counters"]["groups"] >= groups * steps
-        assert result["levels"].get(str(levels), 0) >= steps
-        good, *planted = (_distances(p, exact) / share for p in result["passes"])
-        print(f"{name} {dtype} (rms, p99.9) / share: bound {bound} {good} {planted}")
-        assert (good <= bound).all()
-        for plant, distances in zip(plants, planted, strict=True):
-            assert (distances > bound).any(), f"the comparison does not see the error {plant!r}"
+def test_three_groups_in_a_real_model(tmp_path: Path) -> None:
+    check(Case(write=lambda _: SMOLLM2, tokens=text_tokens), tmp_path)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from openai import OpenAI
 
 from benchmarks.harness.environment import OFFLINE
@@ -127,6 +128,9 @@ def test_a_forked_engine_and_an_attention_config(tmp_path: Path) -> None:
     assert result["counters"]["tokens_shared"] == 512 * result["counters"]["steps_relayed"]
 
 
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM's fp8 KV cache needs AVX-512"
+)
 def test_a_model_with_no_supported_layer_starts_delegates_and_says_so_once(tmp_path: Path) -> None:
     model = write_random_model(tmp_path / "model", 4, 2, 64)
     spec = _engine(model, attention_backend="relay", kv_cache_dtype="fp8")
