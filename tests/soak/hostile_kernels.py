@@ -61,9 +61,9 @@ def make_case(folder: Path) -> Case:
 def _shape(rng: Random) -> tuple[int, int, int, torch.dtype]:
     """Query heads, KV heads, head size, dtype."""
     kv_heads, share = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2, 3, 5))
-    size = 16 * rng.choice((1, 2, 2, 3, 4, 4, 5, 6, 7, 8, 16))
+    size = 16 * rng.choice((1, 2, 2, 3, 4, 4, 5, 6, 7, 8, 16, 32))
     if rng.random() < 0.05:
-        size = rng.choice((1, 8, 17, 264, 512))
+        size = rng.choice((1, 8, 17, 264, 1024))
     return kv_heads * share, kv_heads, size, rng.choice(DTYPES)
 
 
@@ -200,7 +200,7 @@ def _fusion(rng: Random, guards: Guards) -> Callable[[], Any]:
 def _step(rng: Random, guards: Guards) -> Callable[[], Any]:
     """A plan with groups, read packed or in place; a block id or a length may be wrong."""
     heads, kv_heads, size, dtype = _shape(rng)
-    size = max(16, min(256, size // 16 * 16))  # else the layer is refused at the start
+    size = max(16, min(512, size // 16 * 16))  # else the layer is refused at the start
     block = rng.choice((32, 64, 128))
     groups = [(rng.randint(1, 4), rng.randint(1, 3)) for _ in range(rng.randint(1, 3))]
     group_of = [g for g, (rows, _) in enumerate(groups) for _ in range(rows)]
@@ -226,6 +226,15 @@ def _step(rng: Random, guards: Guards) -> Callable[[], Any]:
     if rng.random() < 0.5:
         wrong = rng.choice((table, table, lens))
         wrong.reshape(-1)[rng.randrange(wrong.size)] = rng.choice((-1, -(2**31), blocks, 2**31 - 1))
+    # Cap and window are the model's; nobody checks the tensors' shapes before.
+    scores = {"softcap": rng.choice((0.0, 0.0, 5.0)), "window": rng.choice((0, 0, 1, 40, 500))}
+    of_layer = {
+        name: guards.tensor((heads,), torch.float32)
+        for name in ("slopes", "sinks")
+        if rng.random() < 0.3
+    }
+    if of_layer:
+        of_layer = _spoilt(rng, of_layer)
 
     def call() -> None:
         layout = native.layout_of(k, v, paged=True)
@@ -237,9 +246,9 @@ def _step(rng: Random, guards: Guards) -> Callable[[], Any]:
             if is_packed
         ]
         shape = AttentionShape(
-            heads=heads, kv_heads=kv_heads, head_size=size, dtype=dtype, scale=size**-0.5
+            heads=heads, kv_heads=kv_heads, head_size=size, dtype=dtype, scale=size**-0.5, **scores
         )
         step = NativeStep(plan, packed, shape)
-        step.run(q, layout, [segment.from_token(0) for segment in segments], out)
+        step.run(q, layout, [segment.from_token(0) for segment in segments], out, **of_layer)
 
     return call

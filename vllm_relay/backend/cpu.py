@@ -29,13 +29,13 @@ from vllm_relay.backend.fallback import Fallback
 from vllm_relay.backend.memory import memory_bound
 from vllm_relay.backend.packed_cache import PackedCache
 from vllm_relay.backend.step_planner import StepPlanner
+from vllm_relay.calibration.start_up import load_or_measure
 from vllm_relay.config import RelayConfig, only_system_kv
 from vllm_relay.ops.native import library as native
 from vllm_relay.ops.native.prepared import AttentionShape
 from vllm_relay.ops.step.native import partial_bytes
 from vllm_relay.plan import SharingStats
-from vllm_relay.sharing import Costs, reads
-from vllm_relay.sharing.cost_store import SHIPPED, cpu_name, find_costs
+from vllm_relay.sharing import reads
 
 LEVELS = 3
 
@@ -91,7 +91,8 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         if not self._decide(config, vllm_config):
             return None
         served = [impl for impl in self._impls if impl.shape is not None]
-        shapes = dict.fromkeys(impl.shape for impl in served if impl.shape is not None)
+        layer_of = {x.impl.shape: x for x in self._layers.values() if x.impl.shape is not None}
+        shapes = list(layer_of)
         self._bytes_per_token = {
             shape: _kv_bytes(x for x in served if x.shape == shape) for shape in shapes
         }
@@ -116,7 +117,12 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
             impl.packed, impl.failed = packed, self.failed
         self._scrubbed = served if config.scrub else []
         metrics.report_at_exit()
-        costs = {shape: self._costs_of(shape, config.min_saved_tokens) for shape in shapes}
+        # KV reads where a setting says so, else predicted time.
+        least = config.min_saved_tokens
+        costs = {
+            shape: load_or_measure(self, layer, shape) if least is None else reads(least)
+            for shape, layer in layer_of.items()
+        }
         return StepPlanner(costs, block_size, levels, packed, bound.partials)
 
     def _decide(self, config: RelayConfig, vllm_config: Any) -> bool:
@@ -202,31 +208,6 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
     ) -> CPUAttentionMetadata:
         """vLLM's own: a draft model's steps are short, and its blocks are not counted twice."""
         return super().build(0, common_attn_metadata, fast_build=True)
-
-    def device_name(self) -> str:
-        """This machine and its instruction sets, the key of measured costs."""
-        return cpu_name(self.isa, native.loaded().isa)
-
-    def _costs_of(self, shape: AttentionShape, min_saved_tokens: int | None) -> Costs:
-        """Costs to plan by: KV reads where a setting says so, else predicted time."""
-        if min_saved_tokens is not None:
-            return reads(min_saved_tokens)
-        of: dict[str, Any] = {
-            "heads": shape.heads,
-            "kv_heads": shape.kv_heads,
-            "head_size": shape.head_size,
-            "device": self.device_name(),
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "threads": torch.get_num_threads(),
-        }
-        try:
-            found = find_costs(**of)
-        except ValueError as error:
-            metrics.say_once(f"{error}; costs shipped with vllm-relay are used")
-            found = find_costs(**of, files=[SHIPPED])
-        if found.guessed:
-            metrics.say_once(f"{found.source}; `vllm-relay calibrate` measures it")
-        return found.costs.with_margin(found.margin)
 
 
 def _kv_bytes(impls: Iterable[RelayImpl]) -> int:

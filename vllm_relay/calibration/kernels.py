@@ -9,7 +9,6 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_relay.calibration.probe import Probe
 from vllm_relay.ops.fusion.native import fuse
-from vllm_relay.ops.native import library as native
 from vllm_relay.ops.native.packed import PackedSegment
 from vllm_relay.ops.native.prepared import PreparedAttention
 from vllm_relay.ops.step.native import NativeStep, sequences_of
@@ -23,12 +22,12 @@ def context(probe: Probe, common: CommonAttentionMetadata) -> Callable[[], torch
     forest = Forest((), len(lens), probe.block)
     plan = make_plan(forest, table, lens, common.query_start_loc.numpy())
     step = NativeStep(plan, [], probe.shape)
-    query = probe.query(common)
+    query = probe.query(common.num_actual_tokens)
     out = torch.empty_like(query)
+    of_layer = {"slopes": probe.impl.alibi_slopes, "sinks": probe.impl.sinks}
 
     def call() -> torch.Tensor:
-        layer = probe.next_layer()
-        step.run(query, layer.impl.kernel_layout(probe.cache(layer)), [], out)
+        step.run(query, probe.layout, [], out, **of_layer)
         return out
 
     return call
@@ -48,19 +47,15 @@ def system(
         max_seq_len=tokens,
         causal=False,
     )
-    layouts = {layer.layer_name: _layout(probe, layer) for layer in probe.layers}
-    segments = {}
-    if packed:
-        segments = {name: _pack(probe, layout, table) for name, layout in layouts.items()}
-        layouts = {name: segment.layout for name, segment in segments.items()}
+    segment = _pack(probe, table) if packed else None
     # Laid out once, as a step is.
     out = torch.empty_like(query)
     prepared = PreparedAttention(sequences_of(part), len(query), probe.shape, lse=True)
-    keep = (table, segments)
+    prepared.layouts[0] = probe.layout if segment is None else segment.layout
+    keep = (table, segment)
 
     def call() -> tuple[torch.Tensor, torch.Tensor]:
         assert keep  # what the call has the addresses of
-        prepared.layouts[0] = layouts[probe.next_layer().layer_name]
         prepared.run(query, out)
         return out, prepared.lse[0]
 
@@ -69,25 +64,20 @@ def system(
 
 def fusion(probe: Probe, partials: int, tokens: int) -> Callable[[], Any]:
     """Fusion of so many partials into other places."""
-    impl = probe.impl
-    outs = list(torch.randn(partials, tokens, impl.num_heads, impl.head_size))
-    lses = list(torch.randn(partials, impl.num_heads, tokens))
+    heads, size = probe.shape.heads, probe.shape.head_size
+    outs = list(torch.randn(partials, tokens, heads, size))
+    lses = list(torch.randn(partials, heads, tokens))
     places = torch.randperm(tokens)
-    out = torch.empty_like(outs[0], dtype=probe.dtype)
+    out = torch.empty_like(outs[0], dtype=probe.shape.dtype)
     return lambda: fuse(outs, lses, out, places)
 
 
 def copy(probe: Probe, blocks: int) -> Callable[[], Any]:
     """Packing of so many blocks."""
     table = np.arange(1, blocks + 1, dtype=np.int32)
-    return lambda: _pack(probe, _layout(probe, probe.next_layer()), table)
+    return lambda: _pack(probe, table)
 
 
-def _layout(probe: Probe, layer: Any) -> native.Layout:
-    layout: native.Layout = layer.impl.kernel_layout(probe.cache(layer))
-    return layout
-
-
-def _pack(probe: Probe, layout: native.Layout, table: np.ndarray) -> PackedSegment:
-    impl = probe.impl
-    return PackedSegment(layout, impl.num_kv_heads, impl.head_size, probe.dtype, table)
+def _pack(probe: Probe, table: np.ndarray) -> PackedSegment:
+    shape = probe.shape
+    return PackedSegment(probe.layout, shape.kv_heads, shape.head_size, shape.dtype, table)

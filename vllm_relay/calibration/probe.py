@@ -1,19 +1,19 @@
-"""The attention of a running CPU engine on synthetic steps, timed alone.
+"""The CPU engine's attention and ours on synthetic steps, timed alone.
 
-Used inside the engine's worker (``llm.collective_rpc``), with the layers, KV caches and threads
-that serve.
+Runs in the process that serves, with its threads and kernels, on a KV cache of its own.
 """
 
-import statistics
+import copy
+import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import get_layers_from_vllm_config
-from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackendImpl,
@@ -21,14 +21,15 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from vllm_relay.backend.cpu import RelayMetadataBuilder
 from vllm_relay.backend.cpu_impl import RelayImpl, RelayMetadata
 from vllm_relay.backend.packed_cache import PackedCache
 from vllm_relay.backend.step_planner import StepPlanner
+from vllm_relay.ops.native import library as native
+from vllm_relay.ops.native.prepared import AttentionShape
 from vllm_relay.plan import SharingStats
 from vllm_relay.sharing import Costs
 
-# Read between calls to empty the caches, as the weights of the layers in between do in a model.
+# Least that is read between calls to empty the caches, as the weights of the layers in between do.
 _FLUSH_BYTES = 128 << 20
 
 
@@ -37,9 +38,11 @@ class Shape:
     """A step of equal groups.
 
     Attributes:
-        rows: requests. shared: tokens of each group's prefix. own: of each request after it.
+        rows: requests. shared: tokens of each group's prefix, in whole blocks. own: of each request
+            after it.
         queries: of each request, the last of its own tokens. groups: equal shares of the requests;
             0: nothing is shared.
+        prefill: tokens of one more request, which shares nothing: all of them are queries.
     """
 
     rows: int
@@ -47,67 +50,89 @@ class Shape:
     own: int
     queries: int = 1
     groups: int = 1
+    prefill: int = 0
 
 
 class Probe:
-    """Times the first KV cache group that relay serves; ValueError where there is none."""
+    """Times attention of one shape.
 
-    def __init__(self, worker: Any) -> None:
-        builders = (
-            group.get_metadata_builder()
-            for groups in worker.model_runner.attn_groups
-            for group in groups
-        )
-        served = (b for b in builders if isinstance(b, RelayMetadataBuilder) and b.planner)
-        found = next(served, None)
-        if found is None:
-            raise ValueError("relay's CPU backend does not serve this model")
-        self.builder: RelayMetadataBuilder = found
-        layers = get_layers_from_vllm_config(worker.vllm_config, Attention, found.layer_names)
-        self.layers = [layer for layer in layers.values() if layer.impl.shape is not None]
-        self.impl: RelayImpl = self.layers[0].impl
-        assert self.impl.shape is not None
-        self.shape = self.impl.shape
-        self.block: int = found.kv_cache_spec.block_size
-        self.dtype: torch.dtype = self.cache(self.layers[0]).dtype
-        self.heads: tuple[int, int] = (self.impl.num_heads, self.impl.head_size)
-        self._flush = torch.zeros(_FLUSH_BYTES // 4)
-        self._turn = 0
+    Args:
+        builder: vLLM's, of layers with these heads. layer: one of them, with our ``impl``.
+        shape: of the attention; heads, head size and dtype are the layer's.
+        kv_bytes: of the KV cache that is made for it.
+        slopes: float32 ``[Hq]``, ALiBi's. sinks: ``[Hq]``.
+
+    Attributes:
+        block: tokens per KV block. cache: ``[blocks, Hkv, block, 2 D]``, random.
+    """
+
+    def __init__(
+        self,
+        builder: CPUAttentionMetadataBuilder,
+        layer: Any,
+        shape: AttentionShape,
+        kv_bytes: int,
+        *,
+        slopes: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        self.shape = shape
+        self.isa: str = builder.isa
+        self.block: int = builder.kv_cache_spec.block_size
+        self._builder = copy.copy(builder)
+        self._builder.window_size = shape.window or -1
+        self._layer = layer
+        self.impl: RelayImpl = copy.copy(layer.impl)
+        self.impl.shape = shape
+        self.impl.sliding_window = shape.window or -1
+        self.impl.logits_soft_cap = shape.softcap
+        self.impl.alibi_slopes, self.impl.sinks = slopes, sinks
+        self.impl.failed = _fail
+        of_block = (shape.kv_heads, self.block, 2 * shape.head_size)
+        blocks = max(kv_bytes // (int(np.prod(of_block)) * shape.dtype.itemsize), 16)
+        self.cache = torch.empty(blocks, *of_block, dtype=shape.dtype)
+        some = torch.randn(min(blocks, 64), *of_block).to(shape.dtype)
+        for part in self.cache.split(64):  # numbers take longer to make than to copy
+            part.copy_(some[: len(part)])
+        caches = max(cache_bytes(3), torch.get_num_threads() * cache_bytes(2))
+        self._flush = torch.zeros(max(2 * caches, _FLUSH_BYTES) // 4)
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        some = torch.randn(self.cache(self.layers[0])[:64].shape)
-        for layer in self.layers:
-            for blocks in self.cache(layer).split(64):  # numbers take longer to make than to copy
-                blocks.copy_(some[: len(blocks)])
-        self.blocks: int = self.cache(self.layers[0]).shape[0]
 
-    @staticmethod
-    def cache(layer: Any) -> torch.Tensor:
-        cache = layer.kv_cache
-        return cache if isinstance(cache, torch.Tensor) else cache[0]
+    @property
+    def layout(self) -> native.Layout:
+        """The KV cache as our kernels read it."""
+        return self.impl.kernel_layout(self.cache)
 
     def fits(self, shape: Shape) -> bool:
         """True if the KV cache holds the step."""
-        return self._tables(shape)[1] < self.blocks
+        return self._tables(shape)[1] < len(self.cache)
 
     def step(self, shape: Shape) -> CommonAttentionMetadata:
         """The step as the model runner describes it."""
         tables, _ = self._tables(shape)
-        count, lens = shape.rows, shape.shared + shape.own
-        starts = torch.arange(count + 1, dtype=torch.int32) * shape.queries
+        lens = np.full(shape.rows, shape.shared + shape.own, dtype=np.int32)
+        queries = np.full(shape.rows, shape.queries, dtype=np.int32)
+        if shape.prefill:
+            more = np.int32(shape.prefill)
+            lens, queries = np.append(lens, more), np.append(queries, more)
+        tokens = int(queries.sum())
+        starts = torch.from_numpy(np.cumsum([0, *queries], dtype=np.int32))
         return CommonAttentionMetadata(
             query_start_loc=starts,
             query_start_loc_cpu=starts,
-            seq_lens=torch.full((count,), lens, dtype=torch.int32),
-            num_reqs=count,
-            num_actual_tokens=count * shape.queries,
-            max_query_len=shape.queries,
-            max_seq_len=lens,
+            seq_lens=torch.from_numpy(lens),
+            num_reqs=len(lens),
+            num_actual_tokens=tokens,
+            max_query_len=int(queries.max()),
+            max_seq_len=int(lens.max()),
             block_table_tensor=torch.from_numpy(tables),
-            slot_mapping=torch.full((count * shape.queries,), -1),
+            slot_mapping=torch.full((tokens,), -1),
         )
 
     def _tables(self, shape: Shape) -> tuple[np.ndarray, int]:
         """Block tables and the last block; own blocks first, then those of the groups."""
+        if shape.shared % self.block:
+            raise ValueError(f"shared: expected a multiple of {self.block}, got {shape.shared}")
         shared, own = shape.shared // self.block, -(-shape.own // self.block)
         groups = shape.groups or shape.rows
         rows = np.arange(shape.rows)
@@ -115,17 +140,21 @@ class Probe:
         of_group = rows * groups // shape.rows
         prefix = 1 + shape.rows * own + of_group[:, None] * shared + np.arange(shared)
         tables = np.concatenate([prefix, mine], axis=1).astype(np.int32)
+        if shape.prefill:
+            more = tables.max() + 1 + np.arange(-(-shape.prefill // self.block), dtype=np.int32)
+            width = max(tables.shape[1], len(more))
+            tables = np.array([np.resize(row, width) for row in (*tables, more)])
         return tables, int(tables.max())
 
-    def query(self, common: CommonAttentionMetadata) -> torch.Tensor:
-        """Queries of a step, ``[T, Hq, D]``; equal for equal shapes."""
-        shape = (common.num_actual_tokens, *self.heads)
-        generator = torch.Generator().manual_seed(shape[0])
-        return torch.randn(shape, generator=generator).to(self.dtype)
+    def query(self, tokens: int) -> torch.Tensor:
+        """Queries ``[T, Hq, D]``; the same for the same number of tokens."""
+        generator = torch.Generator().manual_seed(tokens)
+        shape = (tokens, self.shape.heads, self.shape.head_size)
+        return torch.randn(shape, generator=generator).to(self.shape.dtype)
 
     def stock(self, common: CommonAttentionMetadata) -> Callable[[], torch.Tensor]:
-        """vLLM's own attention of a step, one layer per call."""
-        return self._forward(CPUAttentionMetadataBuilder.build(self.builder, 0, common), common)
+        """vLLM's own attention of a step."""
+        return self._forward(CPUAttentionMetadataBuilder.build(self._builder, 0, common), common)
 
     def relay(
         self, common: CommonAttentionMetadata, costs: Costs, levels: int = 1
@@ -137,7 +166,7 @@ class Probe:
         """
         costs, packed = replace(costs, copy=0.0), PackedCache(1, 2**62)
         planner = StepPlanner({self.shape: costs}, self.block, levels, packed)
-        metadata = CPUAttentionMetadataBuilder.build(self.builder, 0, common)
+        metadata = CPUAttentionMetadataBuilder.build(self._builder, 0, common)
         planned = planner.plan(common)
         if not planned:
             return self._forward(metadata, common), None
@@ -154,52 +183,56 @@ class Probe:
         # The same memory for every call on so many tokens: where it lies changes the time, too.
         tokens = common.num_actual_tokens
         if tokens not in self._buffers:
-            query = self.query(common)
+            query = self.query(tokens)
             self._buffers = {tokens: (query, torch.empty_like(query))}
         query, out = self._buffers[tokens]
-
-        def call() -> torch.Tensor:
-            layer = self.next_layer()
-            return forward(layer.impl, layer, query, query, query, self.cache(layer), metadata, out)
-
-        return call
-
-    def next_layer(self) -> Any:
-        """The next layer, round robin."""
-        self._turn = (self._turn + 1) % len(self.layers)
-        return self.layers[self._turn]
-
-    def rewind(self) -> None:
-        """Start again with the first layer."""
-        self._turn = 0
-
-    def seconds(self, call: Callable[[], Any], repeats: int = 7) -> float:
-        """Median time of a call with cold caches."""
-        return statistics.median(self.rounds([call], repeats)[0])
+        return lambda: forward(
+            self.impl, self._layer, query, query, query, self.cache, metadata, out
+        )
 
     def rounds(
-        self, calls: Sequence[Callable[[], Any]], repeats: int, *, cold: bool = True
+        self,
+        calls: Sequence[Callable[[], Any]],
+        repeats: int,
+        *,
+        cold: bool = True,
+        seconds: float = math.inf,
     ) -> list[list[float]]:
         """Seconds of each call, interleaved; forwards, then backwards.
 
-        First each runs once on every layer, which packs segments. With ``cold`` the caches hold
-        nothing that a call reads; else the same call has just read it.
+        First each runs once, which packs segments. With ``cold`` the caches hold nothing that a
+        call reads; else the same call has just read it. Ends before a round that would not be over
+        in so many ``seconds``, but not before the first.
         """
+        started = time.perf_counter()
         for call in calls:
-            for _ in self.layers:
-                call()
+            call()
         taken: list[list[float]] = [[] for _ in calls]
         order = list(zip(calls, taken, strict=True))
         for _ in range(repeats):
+            round_started = time.perf_counter()
             for call, times in order:
                 if cold:
                     self._flush.sum()
                 else:
-                    self.rewind()
                     call()
-                    self.rewind()
                 begun = time.perf_counter()
                 call()
                 times.append(time.perf_counter() - begun)
             order.reverse()
+            now = time.perf_counter()
+            if now - started + now - round_started > seconds:
+                break
         return taken
+
+
+def _fail(doing: str, error: Exception) -> None:
+    """In place of the builder's fallback: a fault is an error here."""
+    raise error
+
+
+def cache_bytes(level: int = 2) -> int:
+    """Bytes of the first core's L2 or L3 cache; 1 MiB where the system does not tell."""
+    told = Path(f"/sys/devices/system/cpu/cpu0/cache/index{level}/size")
+    found = re.fullmatch(r"(\d+)([KM])\s*", told.read_text()) if told.exists() else None
+    return int(found[1]) << (10 if found[2] == "K" else 20) if found else 1 << 20

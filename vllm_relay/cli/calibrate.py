@@ -19,7 +19,7 @@ from vllm_relay.lifetime import ended_in_order
 if TYPE_CHECKING:
     from vllm_relay.sharing.cost_store import Constants
 
-# GiB of the KV cache during the measurement: the largest step must fit.
+# GiB of the KV cache of the engine, which wants room for a request of the model's length.
 KV_SPACE = "4"
 
 
@@ -40,9 +40,10 @@ def calibrate(
 ) -> None:
     """Measure the cost of attention on this machine.
 
-    Relay predicts from it which groups pay. Starts the engine with the model's layers, times its
-    kernels for half a minute, and keeps the constants per device, threads and head shape. Any
-    other option is vLLM's: give those that you serve with. CPU engines only.
+    Relay predicts from it which groups pay. A server measures for itself at its first start, in a
+    few seconds; this takes a minute and more steps. Starts the engine with the model's layers,
+    times its kernels, and keeps the constants per device, threads and head shape. Any other option
+    is vLLM's: give those that you serve with. CPU engines only.
     """
     from vllm_relay.sharing.cost_store import Constants, check_writable, save, user_file
     from vllm_relay.validation import checked
@@ -59,12 +60,13 @@ def calibrate(
         arguments = read_engine_args("calibrate", str(model), context.args)
         with errors_of_the_engine(arguments):
             measured = _measure(arguments)
-        found = checked(Constants, measured["constants"], "measured ")
-        save([found], path)
+        found = checked(list[Constants], [each["constants"] for each in measured], "measured ")
+        save(found, path)
     if as_json:
-        out.print_json(data=measured | {"path": str(path)})
+        out.print_json(data={"path": str(path), "measured": measured})
         return
-    Console(**PLAIN).print(_table(found, measured["errors"]))
+    for constants, each in zip(found, measured, strict=True):
+        Console(**PLAIN).print(_table(constants, each["errors"]))
     out.print(f"kept in {path}")
 
 
@@ -92,7 +94,7 @@ def _write_config(folder: Path, shape: str) -> str:
     return str(folder)
 
 
-def _measure(arguments: Any) -> dict[str, Any]:
+def _measure(arguments: Any) -> list[dict[str, Any]]:
     from vllm import LLM
     from vllm.platforms import current_platform
 
@@ -105,11 +107,11 @@ def _measure(arguments: Any) -> dict[str, Any]:
     arguments.skip_tokenizer_init = arguments.enforce_eager = True
     arguments.attention_backend = "relay"
     arguments.additional_config = {"relay": {"min_saved_tokens": 0}}
-    arguments.worker_extension_cls = "vllm_relay.calibration.measure.Calibrator"
+    arguments.worker_extension_cls = "vllm_relay.calibration.worker.Calibrator"
     err.print("vllm-relay: starting the engine")
     llm = LLM.from_engine_args(arguments)
     err.print("vllm-relay: timing its attention")
-    measured: dict[str, Any] = llm.collective_rpc("measure_attention")[0]
+    measured: list[dict[str, Any]] = llm.collective_rpc("measure_attention")[0]
     return measured
 
 

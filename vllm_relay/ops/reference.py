@@ -77,6 +77,7 @@ def context_attention(
     causal: bool = True,
     window: int | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Paged attention; arguments as `vllm_relay.ops.context_attention` and `attention_lse`.
@@ -91,7 +92,15 @@ def context_attention(
         blocks = block_table[row, : -(-length // k_cache.shape[1])].long()
         k, v = (cache[blocks].flatten(0, 1)[:length] for cache in (k_cache, v_cache))
         out[part], lse[:, part] = attention_lse(
-            q[part], k, v, scale, causal=causal, window=window, softcap=softcap, dtype=dtype
+            q[part],
+            k,
+            v,
+            scale,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            dtype=dtype,
         )
     return out, lse
 

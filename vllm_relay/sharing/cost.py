@@ -188,18 +188,6 @@ def predict(forest: Forest, shape: StepShape, costs: Costs) -> float:
     return float(total)
 
 
-def gpu_costs(kv_bytes_per_token: int, bandwidth: float) -> Costs:
-    """Costs of a GPU that is bound by its memory: estimates, not measurements.
-
-    Args:
-        kv_bytes_per_token: KV bytes of one token in one layer. bandwidth: bytes per second.
-    """
-    read = KernelCosts(read=kv_bytes_per_token / bandwidth)
-    # Per layer, a group reads its segment once; 20 µs are its calls and its share of fusion.
-    system = KernelCosts(call=20e-6, first=read.read)
-    return Costs(stock=read, context=read, system=system)
-
-
 def min_saved_tokens(costs: Costs) -> int:
     """Fewest KV token reads that a group has to save per layer, so that it pays its call.
 

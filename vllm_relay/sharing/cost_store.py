@@ -22,13 +22,14 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, PlainValidator, StrictStr, create_model, with_config
 
 from vllm_relay.sharing.cost import Costs, KernelCosts
+from vllm_relay.sharing.gpu import find_gpu, gpu_costs
 from vllm_relay.validation import Amount, Positive, checked, parse_json
 
 SHIPPED = Path(__file__).with_name("devices.json")
-# Safety margin of the relayed path's predictions, for a measured shape and for another device or
-# shape. The first is about the median error of predicted steps in benchmarks/results/choice-*.csv;
-# the second is a guess.
-MARGIN, MARGIN_OF_A_GUESS = 0.15, 0.3
+# Safety margin of our kernels' predictions against vLLM's, for a measured shape and for another
+# device or shape. Both kernels were timed interleaved: most of what is off in one is off in the
+# other. The second is a guess.
+MARGIN, MARGIN_OF_A_GUESS = 0.05, 0.3
 
 # Seconds to wait for another process that writes.
 _LOCK_SECONDS = 10.0
@@ -100,10 +101,12 @@ class Constants:
             copy=self.copy * kv,
         )
 
-    def shape(self) -> tuple[str, int, int, int, int, str]:
-        """Key of a measurement; a newer one of the same key replaces it."""
+    def shape(self) -> tuple[str, int, int, int, int, str, str]:
+        """Key of a measurement, its versions included; a newer one of the same key replaces it."""
+        versions = self.measured.partition(", ")[2]
         return (
             self.device, self.threads, self.heads, self.kv_heads, self.head_size, self.dtype,
+            versions,
         )  # fmt: skip
 
 
@@ -135,7 +138,8 @@ def find_costs(
     """The best known costs of a head shape.
 
     Args:
-        device: as `cpu_name` makes it; this machine where None. threads: any where None.
+        device: as `cpu_name` makes it, or a GPU's name; this machine where None.
+        threads: any where None.
         files: searched in order, the first of equals is taken; the user's, then the package's where
             None.
 
@@ -146,6 +150,10 @@ def find_costs(
         raise ValueError(f"dtype: expected one of {', '.join(_BYTES)}, got {dtype!r}")
     wanted = (heads, kv_heads, head_size)
     name = cpu_name() if device is None else device
+    if (gpu := find_gpu(name)) is not None:
+        costs = gpu_costs(gpu[1], *wanted, _BYTES[dtype])
+        source = f"costs of an NVIDIA {gpu[0]} by its data sheet, an estimate"
+        return Found(costs, MARGIN_OF_A_GUESS, source, guessed=True)
     paths = (user_file(), SHIPPED) if files is None else files
     known = [(entry, path) for path in paths for entry in load(path)]
 
@@ -202,11 +210,15 @@ def load(path: Path) -> list[Constants]:
 
 
 def save(new: Iterable[Constants], path: Path) -> None:
-    """Add measurements to a file, in place of those of the same device and shape. Whole or not."""
+    """Add measurements to a file, before others and in place of those of the same key.
+
+    Whole or not.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.parent):
-        entries = {entry.shape(): entry for entry in [*load(path), *new]}
-        text = json.dumps([asdict(entry) for entry in entries.values()], indent=1)
+        newest = {entry.shape(): entry for entry in new}
+        older = [entry for entry in load(path) if entry.shape() not in newest]
+        text = json.dumps([asdict(entry) for entry in (*newest.values(), *older)], indent=1)
         with replacing(path) as draft:
             draft.write_text(text + "\n", encoding="utf-8")
 
@@ -258,13 +270,6 @@ def replacing(path: Path) -> Iterator[Path]:
             draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
-
-
-def cache_bytes() -> int:
-    """Bytes of a core's L2 cache; 1 MiB where the system does not tell."""
-    told = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
-    found = re.fullmatch(r"(\d+)([KM])\s*", told.read_text()) if told.exists() else None
-    return int(found[1]) << (10 if found[2] == "K" else 20) if found else 1 << 20
 
 
 @cache

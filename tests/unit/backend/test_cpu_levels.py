@@ -1,7 +1,6 @@
 """Several levels, and rows with several query tokens, on the engine's own kernels."""
 
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,9 +15,8 @@ from tests.unit.backend.cpu_bench import (
     outputs,
     write,
 )
-from vllm_relay import metrics
 from vllm_relay.backend import cpu, cpu_impl
-from vllm_relay.sharing import Costs, KernelCosts, planner, reads
+from vllm_relay.sharing import Costs, KernelCosts, planner
 
 BLOCKS = 120
 
@@ -133,31 +131,3 @@ def test_the_policy_is_asked_once_for_steps_that_did_not_change(
     tables[2] = [1, 2, 3, 13]
     assert groups_of(bench, make_step(tables, [100, 110, 120])) == [[(0, 3)]]
     assert len(asked) == 2 and np.array_equal(asked[1][0].seq_lens, [100, 110, 120])
-
-
-@pytest.mark.parametrize("text", [None, "[]", "{"])
-def test_costs_come_from_a_file_and_a_bad_one_is_named(
-    text: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    path = tmp_path / "devices.json"
-    if text is not None:
-        path.write_text(text)
-    monkeypatch.setenv("VLLM_RELAY_DEVICES", str(path))
-    monkeypatch.setattr(metrics, "_said", set())
-    monkeypatch.setattr(metrics.logger, "propagate", True)
-    bench = make_bench(16, 16, 128, torch.bfloat16, "vec", 2)
-    with caplog.at_level("WARNING", logger="vllm.relay"):
-        costs = bench.builder._costs_of(bench.impl.shape, None)
-    assert costs.stock.first > 0 and costs.system.pair > 0
-    said = [record.getMessage() for record in caplog.records]
-    assert any(str(path) in line for line in said) == (text == "{")
-    # Costs of another machine are a guess: logged, with how to measure.
-    bench.builder.isa = "no such instructions"
-    with caplog.at_level("WARNING", logger="vllm.relay"):
-        wider = bench.builder._costs_of(bench.impl.shape, None)
-    assert any("was not measured" in r.getMessage() for r in caplog.records)
-    assert wider.context.pair >= costs.context.pair
-    assert bench.builder._costs_of(bench.impl.shape, 7) == reads(7)

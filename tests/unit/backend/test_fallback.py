@@ -139,10 +139,10 @@ def test_tensors_that_the_kernels_do_not_read_are_vllms_own(
 
 
 def test_a_failure_at_the_start_leaves_all_steps_to_vllm(lines: Any, monkeypatch: Any) -> None:
-    def find(*args: Any, **kwargs: Any) -> Any:
+    def costs(*args: Any) -> Any:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(cpu, "find_costs", find)
+    monkeypatch.setattr(cpu, "load_or_measure", costs)
     bench = make_bench(8, 2, 64, torch.bfloat16, "vec", 21, min_saved_tokens=None)
     assert bench.builder.planner is None
     assert type(bench.builder.build(0, make_step(TABLES, LENS))) is cpu.CPUAttentionMetadata

@@ -30,7 +30,7 @@ LAYOUTS = ("tokens", "heads", "turned", "packed")
 def _shape(rng: random.Random) -> tuple[int, int, int, torch.dtype]:
     """Query heads, KV heads, head size, dtype."""
     kv_heads, share = rng.choice([1, 1, 2, 3]), rng.choice([1, 1, 2, 3, 5])
-    size = 16 * rng.choice([1, 2, 2, 3, 4, 4, 5, 6, 7, 8, 16])
+    size = 16 * rng.choice([1, 2, 2, 3, 4, 4, 5, 6, 7, 8, 10, 12, 14, 16, 32])
     return kv_heads * share, kv_heads, size, rng.choice(inputs.DTYPES)
 
 

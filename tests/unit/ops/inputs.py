@@ -60,7 +60,7 @@ def assert_as_good(got: Tensor, stock: Tensor, exact: Tensor, partial: float = 0
     if got.numel() == 0:
         assert got.shape == exact.shape
         return
-    # A GEMM may add the D <= 256 products of a score in any order, and picks one by shape: 64
+    # A GEMM may add the D <= 512 products of a score in any order, and picks one by shape: 64
     # float32 roundings of the largest value. A 64th of float16's own rounding.
     floor = 64 * 2**-24 * float(exact.abs().max())
     rounding = torch.finfo(got.dtype).eps / 2 * partial

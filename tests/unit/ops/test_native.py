@@ -15,8 +15,10 @@ from tests.unit.ops import emulated_tiles, fuzz_native, inputs, sanitized
 from vllm_relay.ops import context_attention, providers, reference, system_attention
 from vllm_relay.ops.attention import native as attention
 from vllm_relay.ops.native import library as native
-from vllm_relay.ops.step.native import sequences_of
+from vllm_relay.ops.native.prepared import AttentionShape
+from vllm_relay.ops.step.native import NativeStep, sequences_of
 from vllm_relay.plan import Part
+from vllm_relay.sharing import Forest, make_plan
 
 pytestmark = pytest.mark.skipif(
     isinstance(native.library(), str), reason=f"no CPU kernels: {native.library()}"
@@ -169,6 +171,49 @@ def test_any_nan_stays_one(isa: str) -> None:
     out, lse = system_attention(q, k, v)
     assert out[1].isnan().all() and lse[:, 1].isnan().all()
     assert out[[0, 2]].isfinite().all()
+
+
+def _ungrouped_step(lens: list[int]) -> tuple[inputs.Paged, NativeStep, torch.Tensor]:
+    """A step of one query each, its layout for the kernels, and room for its output."""
+    step = inputs.paged(lens, [1] * len(lens), heads=(4, 2), head_size=32, block_size=32)
+    plan = make_plan(
+        Forest((), len(lens), 32),
+        step.block_table.numpy(),
+        np.array(lens, dtype=np.int32),
+        step.query_start_loc.numpy(),
+    )
+    shape = AttentionShape(
+        heads=4, kv_heads=2, head_size=32, dtype=step.q.dtype, scale=32**-0.5, window=0
+    )
+    return step, NativeStep(plan, [], shape), torch.full_like(step.q, torch.nan)
+
+
+def test_a_sink_that_is_not_a_number_makes_none() -> None:
+    step, attention, out = _ungrouped_step([1, 40])
+    layout = native.layout_of(step.k_cache, step.v_cache, paged=True)
+    attention.run(step.q, layout, [], out, sinks=torch.tensor([0.0, torch.nan, 0.0, 0.0]))
+    assert out[:, 1].isnan().all() and out[:, [0, 2, 3]].isfinite().all()
+
+
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    step, attention, out = _ungrouped_step([0, 1, 40])
+    layout = native.layout_of(step.k_cache, step.v_cache, paged=True)
+    attention.run(step.q, layout, [], out, sinks=torch.full((4,), -torch.inf))
+    expected = torch.empty_like(out)
+    attention.run(step.q, layout, [], expected)
+    assert torch.equal(out, expected) and (out[0] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.zeros(3), torch.zeros(4, dtype=torch.float64), torch.zeros(8)[::2]]
+)
+@pytest.mark.parametrize("name", ["slopes", "sinks"])
+def test_slopes_and_sinks_are_float32_of_every_head(name: str, wrong: torch.Tensor) -> None:
+    step, attention, out = _ungrouped_step([40])
+    layout = native.layout_of(step.k_cache, step.v_cache, paged=True)
+    with pytest.raises(ValueError, match=rf"^{name}: expected float32 \[4\]"):
+        attention.run(step.q, layout, [], out, **{name: wrong})
+    assert out.isnan().all()
 
 
 def test_calls_that_the_kernels_cannot_take_use_pytorch() -> None:

@@ -247,6 +247,7 @@ def flash_attn_varlen_func(
 ):
     """flash_attn.flash_attn_varlen_func 2.8."""
     assert return_attn_probs
+    assert (cu_seqlens_k.diff() >= cu_seqlens_q.diff()).all(), "LSE of queries that see nothing"
     check_maxima(q, cu_seqlens_q, cu_seqlens_k.diff(), max_seqlen_q, max_seqlen_k)
     rows = rows_of(cu_seqlens_q, cu_seqlens_k.diff(), k, v, block_table)
     return *by_oracle(q, rows, softmax_scale, causal, inputs.INF), None

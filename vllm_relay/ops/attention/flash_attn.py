@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from vllm_relay.ops.attention import providers
+from vllm_relay.ops.attention import torch as plain
 from vllm_relay.ops.attention.providers import PagedContext
 
 _PACKAGE = "flash_attn"
@@ -27,7 +28,8 @@ def context_attention(
 ) -> tuple[Tensor, Tensor]:
     """Context attention by `flash_attn_with_kvcache` if all requests have as many queries.
 
-    Else by `flash_attn_varlen_func`, which takes any lengths but does not split keys.
+    Else by `flash_attn_varlen_func`, which does not split keys, or by plain torch if some queries
+    see nothing: their LSE would be written over that of others (Dao-AILab/flash-attention#2842).
     """
     package = providers.module(_PACKAGE)
     rows, most = context.context_lens.shape[0], context.max_query_len
@@ -46,6 +48,8 @@ def context_attention(
         out = out.reshape(q.shape)
         # [R, Hq, n] -> [Hq, T]
         lse = lse.transpose(0, 1).reshape(q.shape[1], -1)
+    elif bool((lens < context.query_start_loc.diff()).any()):
+        return plain.context_attention(q, k_cache, v_cache, context, scale)
     else:
         sums = torch.cumsum(lens, 0, dtype=torch.int32)
         out, lse, _ = package.flash_attn_varlen_func(

@@ -76,7 +76,7 @@ typedef struct {
 /* Packing reads no query, partial or fused; fusion alone reads partials, fused and sinks. */
 typedef struct {
   int64_t dtype, partial_dtype;       /* the same, or partial_dtype is RELAY_F32 */
-  int64_t heads, kv_heads, head_size; /* head_size: a multiple of 16, at most 256 */
+  int64_t heads, kv_heads, head_size; /* head_size: a multiple of 16, at most 512 */
   int64_t tokens, threads;
   relay_scores scores;
   relay_rows q;          /* [rows, heads, D], dtype */

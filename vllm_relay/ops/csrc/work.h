@@ -12,7 +12,7 @@ namespace relay {
 constexpr int64_t TILE_SLOTS = 384;  // keys of a tile, its runs padded to multiples of PIECE
 constexpr int64_t PIECE = 32;        // tokens
 constexpr int64_t MAX_ROWS = 128;
-constexpr int64_t MAX_HEAD_SIZE = 256;
+constexpr int64_t MAX_HEAD_SIZE = 512;
 
 struct Unit {
   int64_t sequence, kv_head;

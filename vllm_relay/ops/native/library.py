@@ -208,8 +208,8 @@ def unusable(dtype: torch.dtype, head_size: int) -> str | None:
         return found
     if dtype not in DTYPES:
         return f"needs bfloat16, float16 or float32, not {dtype}"
-    if head_size % 16 or not 16 <= head_size <= 256:
-        return f"needs a head size that is a multiple of 16 up to 256, not {head_size}"
+    if head_size % 16 or not 16 <= head_size <= 512:
+        return f"needs a head size that is a multiple of 16 up to 512, not {head_size}"
     return None
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -52,10 +53,12 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     tokens, heads, head_size = x.shape
     out = x.new_empty((index.shape[0], tokens, heads, head_size))
     if out.numel():
+        # fp8 is moved as bytes: Triton has its types on some GPUs only.
+        moved, to = (t.view(torch.uint8) if t.itemsize == 1 else t for t in (x, out))
         kernel: Any = _gather_kernel
         kernel[(tokens, index.shape[0])](
-            x,
-            out,
+            moved,
+            to,
             index,
             *x.stride(),
             index.stride(0),

@@ -7,6 +7,7 @@ partials are fused where they belong. No tensor is gathered or allocated per lay
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -64,8 +65,11 @@ class NativeStep:
         """Attend and fuse into ``out``, for one layer.
 
         ``query`` and ``out`` are ``[T, Hq, D]`` in the batch's order, channels adjacent; rows
-        behind the step's are left alone. ValueError for other tensors, and for a block id out of
-        the cache. ``of_layer``: slopes and sinks, see `PreparedAttention.run`.
+        behind the step's are left alone. ``of_layer``: slopes and sinks, see
+        `PreparedAttention.run`.
+
+        Raises:
+            ValueError: other tensors, or a block id out of the cache.
         """
         tokens, heads, head_size = self.call.shape
         for name, x in (("query", query), ("out", out)):
@@ -73,6 +77,14 @@ class NativeStep:
                 raise ValueError(
                     f"{name}: expected [{tokens}, {heads}, {head_size}], channels adjacent; got "
                     f"{list(x.shape)}, strides {x.stride()}"
+                )
+        for name, y in of_layer.items():
+            if y is None:
+                continue
+            if y.shape != (heads,) or y.dtype != torch.float32 or not y.is_contiguous():
+                raise ValueError(
+                    f"{name}: expected float32 [{heads}], adjacent; got {y.dtype} "
+                    f"{list(y.shape)}, strides {y.stride()}"
                 )
         self.call.layouts[:] = [cache, *segments]
         self.call.run(query, out, **of_layer)

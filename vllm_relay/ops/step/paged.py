@@ -55,14 +55,14 @@ def paged_relay(
     # the main stream, which reads them last.
     with nullcontext() if side is None else torch.cuda.stream(side):
         outs = [torch.empty_like(out) for _ in range(plan.index.shape[0])]
-        queries = gather_rows(q, plan.index[: len(plan.levels)])
+        queries = gather_rows(q, plan.index)
         lses = [
             attend(part, queries[level], k_cache, v_cache, outs[level])
             for level, part in enumerate(plan.levels)
         ]
         if plan.dense is not None:
             k, v = (cache.view(-1, *cache.shape[2:]) for cache in (k_cache, v_cache))
-            lses.append(attend(plan.dense, queries[0], k, v, outs[-1]))
+            lses.append(attend(plan.dense, queries[-1], k, v, outs[-1]))
     lse = attend(plan.context, q, k_cache, v_cache, out)
     if side is not None:
         main.wait_stream(side)

@@ -90,8 +90,9 @@ void write_rows(const relay_call& call, const Unit& unit, const Accumulator& sum
   for (int64_t r = 0; r < unit.rows; ++r) {
     const auto [token, head] = row_of(call, unit, r);
     float row_max = sums.row_max[r], row_sum = sums.row_sum[r], factor = 1.0f;
-    if (call.scores.sinks && !call.fused.base) {
-      const float sink = call.scores.sinks[head] * LOG2E;
+    const bool has_sink = call.scores.sinks && !call.fused.base;
+    const float sink = has_sink ? call.scores.sinks[head] * LOG2E : NEG_INF;
+    if (sink != NEG_INF) {
       if (sink > row_max) {
         factor = exp2(row_max - sink);
         row_max = sink;

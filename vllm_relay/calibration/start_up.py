@@ -1,0 +1,99 @@
+"""Costs that an engine plans by: measured on this machine before, or at its start."""
+
+import logging
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
+
+from vllm_relay import metrics
+from vllm_relay.calibration.measure import QUICK, measure, versions
+from vllm_relay.calibration.probe import Probe
+from vllm_relay.ops.native import library as native
+from vllm_relay.ops.native.prepared import AttentionShape
+from vllm_relay.sharing import Costs
+from vllm_relay.sharing.cost_store import (
+    MARGIN,
+    MARGIN_OF_A_GUESS,
+    SHIPPED,
+    Constants,
+    cpu_name,
+    find_costs,
+    load,
+    save,
+    user_file,
+)
+
+# Measured in this process; another KV cache group may have the same heads.
+_measurements: list[Constants] = []
+
+
+def load_or_measure(
+    builder: CPUAttentionMetadataBuilder, layer: Any, shape: AttentionShape
+) -> Costs:
+    """Costs of a layer's attention on this machine, with the margin to plan by. Never raises.
+
+    Measured now, in a few seconds, and kept in the user's file, unless it has a measurement of this
+    device, its kernels and versions, threads and heads. A rough measurement is used, but not kept.
+    Where none can be made, those stand in that are shipped.
+
+    Args:
+        builder, layer: as `Probe` takes them. shape: of the layer's attention.
+    """
+    key: dict[str, Any] = {
+        "heads": shape.heads,
+        "kv_heads": shape.kv_heads,
+        "head_size": shape.head_size,
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        "device": cpu_name(builder.isa, native.loaded().isa),
+        "threads": torch.get_num_threads(),
+    }
+    try:
+        found = _load(key)
+        margin = MARGIN
+        if found is None:
+            found, margin = _measure(builder, layer, shape)
+    except Exception as error:
+        metrics.say_once(f"attention could not be measured: {type(error).__name__}: {error}")
+        guess = find_costs(**key, files=[SHIPPED])
+        metrics.say_once(guess.source)
+        return guess.costs.with_margin(guess.margin)
+    costs = found.costs(shape.heads, shape.kv_heads, shape.head_size, key["dtype"])
+    return costs.with_margin(margin)
+
+
+def _load(key: dict[str, Any]) -> Constants | None:
+    """The measurement of this machine that was made here or is in the user's file."""
+    entries = list(_measurements)
+    try:
+        entries += load(user_file())
+    except ValueError as error:
+        metrics.say_once(str(error))
+    alike = (x for x in entries if all(getattr(x, name) == value for name, value in key.items()))
+    return next((x for x in alike if x.measured.endswith(versions())), None)
+
+
+def _measure(
+    builder: CPUAttentionMetadataBuilder, layer: Any, shape: AttentionShape
+) -> tuple[Constants, float]:
+    """A new measurement and its margin."""
+    heads = f"{shape.heads}/{shape.kv_heads} heads of {shape.head_size}"
+    metrics.say_once(f"timing attention of {heads}, a few seconds", logging.INFO)
+    started = time.monotonic()
+    # Costs are those of a layer that sees all keys.
+    plain = replace(shape, softcap=0.0, window=0)
+    found = measure(Probe(builder, layer, plain, QUICK.kv_bytes), QUICK)
+    took = f"attention of {heads} timed in {time.monotonic() - started:.1f} s"
+    if found.rough:
+        metrics.say_once(f"{took}, roughly: not kept", logging.INFO)
+        return found.constants, MARGIN_OF_A_GUESS
+    _measurements.append(found.constants)
+    try:
+        path = user_file()
+        save([found.constants], path)
+        metrics.say_once(f"{took}, kept in {path}", logging.INFO)
+    except (OSError, ValueError) as error:
+        metrics.say_once(f"{took}, not kept: {error}", logging.INFO)
+    return found.constants, MARGIN
