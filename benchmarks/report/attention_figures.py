@@ -54,52 +54,54 @@ def draw_theory(rows: list[Row], path: Path) -> None:
     finish(figure, axes, path, log=True)
 
 
-def draw_kernels(rows: list[Row], path: Path) -> None:
-    """The prefix against the matrix product, contexts against reading, on the fewest threads."""
+def draw_roofline(rows: list[Row], path: Path) -> None:
+    """Each case's rate by operations per byte of KV, under the machine's two measured ceilings.
+
+    On the fewest threads, a panel for each head shape.
+    """
     least = min(row["threads"] for row in rows)
-    parts = [
-        (unit, ceiling, name, of)
-        for part, unit, ceiling, name in (
-            ("prefix", "gflop_s", "gemm_gflop_s", "GFLOP/s"),
-            ("contexts", "gb_s", "read_gb_s", "GB/s"),
-        )
-        if (of := [row for row in rows if row["part"] == part and row["threads"] == least])
-    ]
-    figure, panels = panels_of(len(parts))
-    for axes, (unit, ceiling, name, of_part) in zip(panels, parts, strict=True):
-        case = of_part[0]["case"]
-        shown = [row for row in of_part if row["case"] == case]
-        ways = list(dict.fromkeys(row["way"] for row in shown))
-        shapes = list(
-            dict.fromkeys((r["query_heads"], r["kv_heads"], r["head_size"]) for r in shown)
-        )
-        width = 0.8 / len(ways)
-        for index, way in enumerate(ways):
-            mine = [row for row in shown if row["way"] == way]
-            places = [i + (index - (len(ways) - 1) / 2) * width for i in range(len(mine))]
-            # a rate is a constant over the time
-            bounds = [
-                [max(0.0, r[unit] * (1 - r["ms"] / r["ms_max"])) for r in mine],
-                [max(0.0, r[unit] * (r["ms"] / r["ms_min"] - 1)) for r in mine],
-            ]
-            axes.bar(places, [r[unit] for r in mine], width, yerr=bounds, capsize=2, label=way)
-        most = [next(r[ceiling] for r in shown if r["query_heads"] == s[0]) for s in shapes]
-        for i, value in enumerate(most):
-            axes.plot(
-                [i - 0.45, i + 0.45], [value] * 2, color="black", linewidth=1,
-                label=("matrix product" if unit == "gflop_s" else "reading") if not i else None,
+    rows = [row for row in rows if row["threads"] == least]
+    shapes = list(dict.fromkeys((r["query_heads"], r["kv_heads"], r["head_size"]) for r in rows))
+    colours = {"vLLM": "0.55", "PyTorch": "C3", "ours": "C0", "ours, packed": "C2"}
+    figure, panels = panels_of(len(shapes))
+    for axes, shape in zip(panels, shapes, strict=True):
+        mine = [r for r in rows if (r["query_heads"], r["kv_heads"], r["head_size"]) == shape]
+        intensity = {row["case"]: row["gflop_s"] / row["gb_s"] for row in mine}
+        gemm, read = (max(row[x] for row in mine) for x in ("gemm_gflop_s", "read_gb_s"))
+        lowest, highest = min(intensity.values()) / 2, max(intensity.values()) * 2
+        corner = gemm / read
+        axes.plot(
+            [lowest, corner, highest],
+            [lowest * read, gemm, gemm],
+            color="black", linewidth=1, label="reading, matrix product",
+        )  # fmt: skip
+        for name, colour in colours.items():
+            of_way = [r for r in mine if max(filter(r["way"].startswith, colours)) == name]
+            axes.scatter(
+                [intensity[row["case"]] for row in of_way],
+                [row["gflop_s"] for row in of_way],
+                s=22, color=colour, label=name, zorder=3,
             )  # fmt: skip
-        axes.set_xticks(range(len(shapes)), [f"{a}/{b} heads of {c}" for a, b, c in shapes])
-        axes.set_title(f"{of_part[0]['part'].capitalize()}, {case} tokens", fontsize="medium")
-        axes.set_ylabel(f"{name} (median; min to max)")
-        axes.set_ylim(0, 1.45 * max(most))
-        axes.legend(frameon=False, fontsize="small", ncols=2)
+        for number, case in enumerate(sorted(intensity, key=lambda case: intensity[case])):
+            axes.axvline(intensity[case], color="0.9", linewidth=0.8, zorder=0)
+            axes.annotate(
+                case, (intensity[case], 1.4 * gemm * 1.5 ** (number % 3)),
+                fontsize="xx-small", ha="center",
+            )  # fmt: skip
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlim(lowest, highest)
+        axes.set_ylim(top=4.5 * gemm)
+        axes.set_title("{}/{} heads of {}".format(*shape), fontsize="medium")
+        axes.set_xlabel("operations per byte of KV")
+        axes.set_ylabel("GFLOP/s (median)")
+        axes.legend(frameon=False, fontsize="x-small", loc="lower right")
     figure.savefig(path, dpi=150)
     close(figure)
 
 
 def kernels(rows: list[Row], path: Path) -> str:
-    draw_kernels(rows, path)
+    draw_roofline(rows, path)
     least = min(row["threads"] for row in rows)
     return table(
         [

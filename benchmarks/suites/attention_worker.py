@@ -11,11 +11,14 @@ from benchmarks.harness.kv_rows import copy_rows
 from benchmarks.harness.roofline import gemm_rate, read_rate
 from vllm_relay.calibration import kernels
 from vllm_relay.calibration.probe import Probe, Shape
+from vllm_relay.calibration.worker import probed_layers
 from vllm_relay.ops import reference
 from vllm_relay.ops.native import library as native
 from vllm_relay.sharing import reads
 
 Call = Callable[[], torch.Tensor]
+# Bytes of the probe's KV cache, which holds the largest case.
+CACHE_BYTES = 2 << 30
 
 
 class AttentionWorker:
@@ -36,7 +39,7 @@ class AttentionWorker:
             # Attended to in full by rows that have nothing else.
             common = probe.step(Shape(rows, tokens, 0))
             table = common.block_table_tensor[0].numpy()
-            query = probe.query(common)
+            query = probe.query(rows)
             return _measured(
                 {
                     "vLLM, row by row": probe.stock(common),
@@ -57,7 +60,7 @@ class AttentionWorker:
             common = probe.step(Shape(rows, 0, longest, queries, 0))
             given = np.array(lens, dtype=np.int32)
             common = common.replace(seq_lens=torch.from_numpy(given))
-            tables, query = common.block_table_tensor.numpy(), probe.query(common)
+            tables, query = common.block_table_tensor.numpy(), probe.query(rows * queries)
             ways = {"vLLM": probe.stock(common), "ours": kernels.context(probe, common)}
             return _measured(ways, probe, _exact(probe, query, tables, given, queries), rounds)
 
@@ -76,7 +79,7 @@ class AttentionWorker:
             alone = kernels.context(probe, common)
             ways = {"vLLM": probe.stock(common), "relay": relay, "alone": alone}
             tables, lens = common.block_table_tensor.numpy(), common.seq_lens.numpy()
-            exact = _exact(probe, probe.query(common), tables, lens, 1)
+            exact = _exact(probe, probe.query(rows), tables, lens, 1)
             errors = _errors(ways, probe, exact)
             times = {
                 caches: probe.rounds(list(ways.values()), rounds, cold=caches == "flushed")
@@ -86,28 +89,24 @@ class AttentionWorker:
 
     def _probed(self) -> Probe:
         if not hasattr(self, "_probe"):
-            self._probe = Probe(self)
+            self._probe = Probe(*next(probed_layers(self)), CACHE_BYTES)
         return self._probe
 
 
 def _torch_flash(probe: Probe, query: torch.Tensor, table: np.ndarray) -> Call:
     """PyTorch's CPU flash attention over the segment, copied to dense keys and values before."""
-    impl = probe.impl
-    shape = (impl.num_kv_heads, len(table) * probe.block, impl.head_size)
-    segments = {}
-    for layer in probe.layers:
-        cache = probe.cache(layer)
-        keys, values = cache.new_empty(shape), cache.new_empty(shape)
-        copy_rows(layer.impl._layout, cache, table.tolist(), keys, values)
-        segments[layer.layer_name] = keys[None], values[None]
+    attention = probe.shape
+    shape = (attention.kv_heads, len(table) * probe.block, attention.head_size)
+    keys, values = probe.cache.new_empty(shape), probe.cache.new_empty(shape)
+    copy_rows(probe.impl._layout, probe.cache, table.tolist(), keys, values)
     # The query heads of one KV head are rows of one product: K and V are read once per KV head.
-    rows = query.transpose(0, 1).reshape(1, impl.num_kv_heads, -1, impl.head_size)
+    rows = query.transpose(0, 1).reshape(1, attention.kv_heads, -1, attention.head_size)
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
     def call() -> torch.Tensor:
-        keys, values = segments[probe.next_layer().layer_name]
-        out = flash(rows, keys, values, scale=impl.scale)[0]
-        return out.reshape(impl.num_heads, len(query), impl.head_size).transpose(0, 1)
+        out = flash(rows, keys[None], values[None], scale=attention.scale)[0]
+        out = out.reshape(attention.heads, len(query), attention.head_size)
+        return out.transpose(0, 1)
 
     return call
 
@@ -134,10 +133,9 @@ def _measured(
 
 
 def _errors(ways: dict[str, Call], probe: Probe, exact: torch.Tensor) -> dict[str, float]:
-    """Root mean square, of the first layer's output."""
+    """Root mean square."""
     errors = {}
     for name, call in ways.items():
-        probe.rewind()
         errors[name] = float((call().float() - exact).square().mean().sqrt())
     return errors
 
@@ -145,22 +143,21 @@ def _errors(ways: dict[str, Call], probe: Probe, exact: torch.Tensor) -> dict[st
 def _exact(
     probe: Probe, query: torch.Tensor, tables: np.ndarray, lens: np.ndarray, queries: int
 ) -> torch.Tensor:
-    """Attention of the first layer in float32, ``[T, Hq, D]``."""
-    layer, impl = probe.layers[1 % len(probe.layers)], probe.impl
-    cache = probe.cache(layer)
+    """Attention in float32, ``[T, Hq, D]``."""
+    shape, cache = probe.shape, probe.cache
     outs = []
     before: tuple[bytes, torch.Tensor, torch.Tensor] | None = None
     for row, length in enumerate(lens.tolist()):
         ids = tables[row, : -(-length // probe.block)]
         if before is None or before[0] != ids.tobytes():
-            shape = (impl.num_kv_heads, len(ids) * probe.block, impl.head_size)
-            k, v = cache.new_empty(shape), cache.new_empty(shape)
-            copy_rows(layer.impl._layout, cache, ids.tolist(), k, v)
+            size = (shape.kv_heads, len(ids) * probe.block, shape.head_size)
+            k, v = cache.new_empty(size), cache.new_empty(size)
+            copy_rows(probe.impl._layout, cache, ids.tolist(), k, v)
             before = (ids.tobytes(), k.float().transpose(0, 1), v.float().transpose(0, 1))
         _, k, v = before
         mine = query[row * queries : (row + 1) * queries]
         out, _ = reference.attention_lse(
-            mine, k[:length], v[:length], impl.scale, causal=True, dtype=torch.float32
+            mine, k[:length], v[:length], shape.scale, causal=True, dtype=torch.float32
         )
         outs.append(out)
     return torch.cat(outs)

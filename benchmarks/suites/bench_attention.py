@@ -45,7 +45,9 @@ CONTEXTS = {
     "1 to 2,048": (RAGGED, 1),
     "8 x 1,024, 4 queries": ([1024] * 8, 4),
     "8 x 1,024, 8 queries": ([1024] * 8, 8),
+    "8 x 2,048": ([2048] * 8, 1),
     "2 x 1,024, 256 queries": ([1024] * 2, 256),
+    "1 x 4,096, all queries": ([4096], 4096),
 }
 # Whole steps: requests and context tokens of each, as in the paper's benchmark.
 STEP = (32, 128)
@@ -84,7 +86,7 @@ def rows_of(
                 "ms_min": round(1e3 * found["least"], 4),
                 "ms_max": round(1e3 * found["most"], 4),
                 "gflop_s": round(operations / seconds / 1e9, 1),
-                "gb_s": round(read / seconds / 1e9, 2),
+                "gb_s": round(read / seconds / 1e9, 4),
                 "times_as_fast_as_vllm": round(stock / seconds, 3),
                 "of_gemm": round(operations / seconds / 1e9 / ceiling["gemm_gflop_s"], 3),
                 "of_read": round(read / seconds / 1e9 / ceiling["read_gb_s"], 3),

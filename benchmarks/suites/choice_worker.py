@@ -2,58 +2,63 @@
 
 import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_relay.calibration import kernels
+from vllm_relay.calibration.measure import NO_GROUPS
 from vllm_relay.calibration.probe import Probe, Shape
-from vllm_relay.sharing import Forest, Planner, predict, predict_stock, reads
-from vllm_relay.sharing.cost_store import find_costs
+from vllm_relay.calibration.start_up import load_or_measure
+from vllm_relay.calibration.worker import probed_layers
+from vllm_relay.sharing import Costs, Forest, Planner, predict, predict_stock, reads
 
 # Rounds go on until the median of the ratios is known to such a part of it (its standard error),
 # but not longer than so many seconds per point.
-KNOWN, BUDGET, FEWEST = 0.004, 20.0, 11
+KNOWN, BUDGET, FEWEST = 0.004, 10.0, 11
 
 
 class GridWorker:
     """vLLM's ``worker_extension_cls``."""
 
-    def measure_choice(self, given: tuple[int, ...]) -> dict[str, Any] | None:
-        """One point of the grid; None where the KV cache does not hold it."""
-        if not hasattr(self, "_probe"):
-            self._probe = Probe(self)
-        shape = Shape(*given)
+    def measure_choice(
+        self, given: dict[str, int], window: int, sinks: bool, kv_bytes: int
+    ) -> dict[str, Any] | None:
+        """One point of the grid; None where the KV cache does not hold it.
+
+        Args:
+            given: of a `Shape`. window: tokens, 0: none. sinks: whether the layer has some.
+        """
+        shape, kind = Shape(**given), (window, sinks)
+        if getattr(self, "_kind", None) != kind:
+            self._kind, self._probe = kind, None  # two caches might not fit
+            builder, of_model, plain = next(probed_layers(self))
+            self._costs = load_or_measure(builder, of_model, plain)
+            self._probe = Probe(
+                builder,
+                of_model,
+                replace(plain, window=window),
+                kv_bytes,
+                sinks=torch.randn(plain.heads) if sinks else None,
+            )
         if not self._probe.fits(shape):
             return None
         with torch.inference_mode():
-            return _measure(self._probe, shape)
+            return _measure(self._probe, self._costs, shape)
 
 
-def _measure(probe: Probe, shape: Shape) -> dict[str, Any]:
-    impl, common = probe.impl, probe.step(shape)
-    dtype = str(probe.dtype).removeprefix("torch.")
-    found = find_costs(
-        impl.num_heads,
-        impl.num_kv_heads,
-        impl.head_size,
-        device=probe.builder.device_name(),
-        dtype=dtype,
-        threads=torch.get_num_threads(),
-    )
-    costs = found.costs.with_margin(found.margin)
+def _measure(probe: Probe, costs: Costs, shape: Shape) -> dict[str, Any]:
+    common = probe.step(shape)
     stock = probe.stock(common)
     chosen, stats = probe.relay(common, costs, levels=3)
     always, most = probe.relay(common, reads(), levels=3)
-    alone = kernels.context(probe, common)
+    alone, _ = probe.relay(common, reads(NO_GROUPS))
     shares = most is not None and most.groups > 0
     calls = [stock, chosen, alone, *([always] if shares else [])]
 
-    expected = _of_first_layer(probe, stock)
-    difference = max(
-        (_of_first_layer(probe, call) - expected).square().mean().sqrt() for call in calls[1:]
-    )
+    expected = stock().double()
+    difference = max((call().double() - expected).square().mean().sqrt() for call in calls[1:])
     begun = time.perf_counter()
     times: list[list[float]] = [[] for _ in calls]
     while True:
@@ -68,12 +73,11 @@ def _measure(probe: Probe, shape: Shape) -> dict[str, Any]:
     medians = [statistics.median(of_call) for of_call in times]
 
     tables, lens = common.block_table_tensor.numpy(), common.seq_lens.numpy()
-    queries = np.full(shape.rows, shape.queries, dtype=np.int32)
-    choice = Planner(probe.block, reads(), 3).plan(tables, lens, queries)
+    queries = np.diff(common.query_start_loc.numpy())
+    choice = Planner(probe.block, reads(), 3, probe.shape.window).plan(tables, lens, queries)
     nothing = Forest((), len(lens), probe.block)
     return {
         "threads": torch.get_num_threads(),
-        "costs": found.source,
         "stock_ms": 1e3 * medians[0],
         "relay_ms": 1e3 * medians[1],
         "alone_ms": 1e3 * medians[2],
@@ -82,14 +86,9 @@ def _measure(probe: Probe, shape: Shape) -> dict[str, Any]:
         "quartiles": [float(low), float(high)],
         "choice": "vLLM" if stats is None else "groups" if stats.groups else "no groups",
         "shares": shares,
-        "predicted_stock_ms": 1e3 * predict_stock(choice.shape, found.costs),
-        "predicted_alone_ms": 1e3 * predict(nothing, choice.shape, found.costs),
-        "predicted_always_ms": 1e3 * predict(choice.forest, choice.shape, found.costs),
+        "predicted_stock_ms": 1e3 * predict_stock(choice.shape, costs),
+        "predicted_alone_ms": 1e3 * predict(nothing, choice.shape, costs),
+        "predicted_always_ms": 1e3 * predict(choice.forest, choice.shape, costs),
         "rounds": len(ratios),
         "relative_difference": float(difference / expected.square().mean().sqrt()),
     }
-
-
-def _of_first_layer(probe: Probe, call: Any) -> torch.Tensor:
-    probe.rewind()
-    return call().double()
