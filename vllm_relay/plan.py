@@ -19,7 +19,8 @@ class Part(Generic[A]):
     it.
 
     Attributes:
-        query_start_loc: int32 [B + 1], offsets of each sequence's query tokens.
+        query_start_loc: int32 [B + 1], offsets of each sequence's query tokens; tokens before the
+            first offset are in no sequence.
         seq_lens: int32 [B], KV tokens of each sequence; 0 for a sequence that is not there.
         block_table: int32 [B, M], KV blocks of each sequence.
         max_query_len, max_seq_len: upper bounds known on the host.
@@ -69,10 +70,12 @@ class Plan(Generic[A]):
 
     Attributes:
         levels: system attention of each level, outermost first. The sequences of a level are its
-            groups; its query tokens are those of ``index``, in that order.
+            groups; its query tokens are those of ``index``, in that order. The dense group is an
+            empty sequence.
         context: context attention of all requests, in the order of the batch.
         index: int32 [levels (+ 1 with `dense`), T], place of each query token of the batch in the
-            order of a level, the last row for the tokens of the dense group; -1: in no group.
+            order of a level, the last row for the tokens of the dense group, which are not in that
+            of its level; -1: in no group.
         dense: the group of level 0 that is attended as dense KV instead.
     """
 

@@ -7,8 +7,11 @@ every other run their tests are skipped, and compile cases are skipped where it 
 
 import os
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 HERE = Path(__file__).parent
@@ -38,3 +41,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         else:
             continue
         item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def any_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of a launch run in order, the other way round or shuffled: a GPU promises none."""
+    if not is_interpreted(request.path):
+        return
+    from triton.runtime import interpreter
+
+    rng = np.random.default_rng(0)
+    order = np.zeros(0, dtype=int)
+    set_grid_idx = interpreter.InterpreterBuilder.set_grid_idx
+
+    def in_any_order(self: Any, x: int, y: int, z: int) -> None:
+        nonlocal order
+        grid = self.grid_dim
+        program = (x * grid[1] + y) * grid[2] + z
+        if program == 0:  # of a new launch
+            programs = np.arange(prod(grid))
+            order = (programs, programs[::-1], rng.permutation(programs))[rng.integers(3)]
+        set_grid_idx(self, *map(int, np.unravel_index(order[program], grid)))
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "set_grid_idx", in_any_order)

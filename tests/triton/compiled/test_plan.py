@@ -28,19 +28,23 @@ def compile_for(capability: int, kernel: Any, constants: dict[str, Any]) -> None
 
 def cases(levels: int) -> dict[str, tuple[Any, dict[str, Any]]]:
     """Kernel and constants, by name; three levels are compiled with dense segments, too."""
-    rows, columns = {"CHUNK_R": launch.CHUNK_ROWS}, {"CHUNK_C": launch.CHUNK_COLUMNS}
+    rows, columns = {"CHUNK_R": launch.CHUNKS_OF_ROWS[-1]}, {"CHUNK_C": launch.CHUNK_COLUMNS}
     depths, level = {"CHECKPOINTS": launch.checkpoints(2048)}, {"LEVEL": levels - 1}
     sizes = {"BLOCK_SIZE": 16, "LEVELS": levels, "DENSE": levels // 3, "STATS": launch.STATS}
     return {
-        "hash_prefixes": (launch.hash_prefixes_kernel, sizes | depths | columns),
+        "hash_prefixes": (
+            launch.hash_prefixes_kernel,
+            sizes | depths | columns | {"WINDOW": 4096 * (levels // 3)},
+        ),
         "match_leaders": (launch.match_leaders_kernel, level | depths | rows | columns),
         "score_groups": (launch.score_groups_kernel, level | rows),
+        "keep_groups": (launch.keep_groups_kernel, level | rows),
         "lay_out": (launch.lay_out_kernel, sizes | rows | columns),
     }
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("levels", [1, 3])
-@pytest.mark.parametrize("kernel", ["hash_prefixes", "match_leaders", "score_groups", "lay_out"])
+@pytest.mark.parametrize("kernel", sorted(cases(1)))
 def test_plan_compiles(kernel, levels, capability):
     compile_for(capability, *cases(levels)[kernel])

@@ -71,6 +71,7 @@ def test_what_is_measured_is_right_and_split_as_in_the_backend(monkeypatch, name
     monkeypatch.setattr(flash, "scheduler", lambda: schedule)
     monkeypatch.setattr(systems, "flash_attention", lambda version: varlen)
     monkeypatch.setattr(systems, "MIN_SAVED_TOKENS", 0)
+    monkeypatch.setattr(systems, "system_splits", lambda *args: 16)
     shape = DecodeStep(4, 48, 20, query_heads=4, kv_heads=2, head_size=32)
     batch = shared_batch(shape, "cpu")
     ready, groups = systems.SYSTEMS[name][0](batch, shape)

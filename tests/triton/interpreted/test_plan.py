@@ -1,6 +1,6 @@
 """The plan made on the device, under the interpreter."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -73,10 +73,13 @@ def groups_of(step: Plan, batch: Batch) -> list[list[tuple[list[int], list[int]]
     for part, index in zip(step.levels, step.index.numpy(), strict=step.dense is None):
         starts, lens = part.query_start_loc.numpy(), part.seq_lens.numpy()
         assert len(starts) == len(lens) + 1 == len(part.block_table) + 1
-        assert starts[0] == 0 and (np.diff(starts) >= 0).all()
+        assert (np.diff(starts) >= 0).all()
         assert not part.causal and part.max_query_len >= starts[-1]
+        # The dense group's tokens come first, and are in no sequence of the level.
+        dense = step.index[-1] if step.dense is not None and not levels else None
+        assert starts[0] == (0 if dense is None else int((dense >= 0).sum()))
         # Every token has a place of its own, all of them the first ones.
-        assert sorted(index[index >= 0]) == list(range(starts[-1]))
+        assert sorted(index[index >= 0]) == list(range(starts[0], starts[-1]))
         assert (index[len(owner) :] == -1).all(), "padding is in a group"
         found = []
         for group, (begin, end) in enumerate(pairwise(starts)):
@@ -85,13 +88,14 @@ def groups_of(step: Plan, batch: Batch) -> list[list[tuple[list[int], list[int]]
             assert (np.diff(index[tokens][np.diff(owner[tokens], prepend=-1) == 0]) > 0).all()
             rows = np.unique(owner[tokens])
             assert len(tokens) == batch.query_lens[rows].sum()
-            if group == 0 and not levels and step.dense is not None:
-                blocks = dense_group(step, tokens, batch.block_size)
-                if blocks:
-                    # Read there, and here not at all.
-                    assert lens[0] == 0
-                    found.append((rows.tolist(), blocks))
-                    continue
+            if group == 0 and dense is not None and starts[0] > 0:
+                # Read there, and here not at all.
+                assert lens[0] == 0 and not len(tokens)
+                tokens = np.flatnonzero(dense >= 0)
+                rows = np.unique(owner[tokens])
+                assert len(tokens) == batch.query_lens[rows].sum()
+                found.append((rows.tolist(), dense_group(step, tokens, batch.block_size)))
+                continue
             assert (lens[group] > 0) == (len(rows) > 0)
             if len(rows):
                 assert lens[group] % batch.block_size == 0
@@ -102,16 +106,11 @@ def groups_of(step: Plan, batch: Batch) -> list[list[tuple[list[int], list[int]]
 
 
 def dense_group(step: Plan, tokens: np.ndarray, block_size: int) -> list[int]:
-    """The blocks of the dense group, which has to have these tokens; none: there is no group."""
+    """The blocks of the dense group, which has to have these tokens."""
     (gap, first, end), queries = step.dense.key_start_loc.tolist(), step.dense.query_start_loc
-    dense = step.index[-1].numpy()
-    assert gap == 0 and first % block_size == end % block_size == 0
-    if end == 0:
-        assert first == 0 and not queries.any() and (dense == -1).all()
-        return []
+    assert gap == 0 and first % block_size == end % block_size == 0 and end > first
     assert queries.tolist() == [0, 0, len(tokens)]
-    assert np.array_equal(np.flatnonzero(dense >= 0), tokens)
-    assert np.array_equal(dense[tokens], step.index[0].numpy()[tokens])
+    assert sorted(step.index[-1].numpy()[tokens]) == list(range(len(tokens)))
     return list(range(first // block_size, end // block_size))
 
 
@@ -125,7 +124,7 @@ def check(plan: DevicePlan, batch: Batch) -> list[list[tuple[list[int], list[int
         context.block_table.numpy(),
         context.seq_lens.numpy(),
         batch.table,
-        batch.seq_lens,
+        np.maximum(batch.seq_lens, 1),  # a row of padding has a key
         batch.block_size,
         batch.query_lens,
     )
@@ -191,9 +190,9 @@ def expected(batch: Batch, min_saved: int = 0) -> list[tuple[list[int], list[int
     return groups
 
 
-def random_batch(rng: np.random.Generator) -> Batch:
+def random_batch(rng: np.random.Generator, rows: int | None = None) -> Batch:
     """A few trunks that branch, rows cut off anywhere, stale ids behind, null blocks, padding."""
-    rows, columns = int(rng.integers(2, 12)), int(rng.integers(1, 24))
+    rows, columns = rows or int(rng.integers(2, 12)), int(rng.integers(1, 24))
     table = rng.integers(1, 4, (rows, columns)).astype(np.int32)  # few ids: much in common
     for row in range(1, rows):
         if rng.random() < 0.8:
@@ -222,6 +221,41 @@ def test_groups_are_what_the_definition_says(seed: int) -> None:
         assert found == expected(batch, min_saved)
 
 
+def test_rows_beyond_their_window_share_nothing() -> None:
+    rng, left_out = np.random.default_rng(11), 0
+    for _ in range(8):
+        batch = random_batch(rng)
+        window = int(np.median(batch.seq_lens))
+        (found,) = check(new_plan(batch, window=window), batch)
+        inside = np.where(batch.seq_lens <= window, batch.seq_lens, batch.query_lens)
+        assert found == expected(replace(batch, seq_lens=inside))
+        left_out += found != expected(batch)
+    assert left_out > 2
+
+
+def test_of_more_groups_than_there_is_room_for_those_that_save_most_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "MAX_GROUPS", 2)
+    monkeypatch.setattr(launch, "CHUNKS_OF_ROWS", (8,))  # more rows than a program holds at once
+    rng = np.random.default_rng(7)
+    dropped = 0
+    for _ in range(4):
+        batch = random_batch(rng, rows=14)
+        groups = expected(batch)
+        best = sorted(groups, key=lambda g: (-(len(g[0]) - 1) * len(g[1]), len(g[1])))
+        (found,) = check(new_plan(batch), batch)
+        assert sorted(found) == sorted(best[:2])
+        check(new_plan(batch, max_levels=2), batch)
+        dropped += len(groups) > 2
+    assert dropped > 1
+    # Groups that save the same: the first stay.
+    pairs = np.repeat(np.arange(1, 16).reshape(5, 3), 2, axis=0).astype(np.int32)
+    batch = Batch(pairs, np.full(10, 12), np.ones(10, dtype=np.int64))
+    (found,) = check(new_plan(batch), batch)
+    assert [rows for rows, _ in found] == [[0, 1], [2, 3]]
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_levels_are_nested(seed: int) -> None:
     rng = np.random.default_rng(100 + seed)
@@ -247,7 +281,8 @@ def test_the_dense_group_is_the_one_that_saves_most_of_those_in_a_row(seed: int)
         assert sorted(found) == sorted(want)
         in_a_row = [g for g in want if np.array_equal(np.diff(g[1]), np.ones(len(g[1]) - 1))]
         step = update(plan, batch)
-        assert bool(step.dense.key_start_loc.any()) == bool(in_a_row)
+        for loc in (step.dense.key_start_loc, step.dense.query_start_loc):
+            assert bool(loc.any()) == bool(in_a_row)
         if in_a_row:
             seen += 1
             assert found[0] == max(in_a_row, key=lambda g: ((len(g[0]) - 1) * len(g[1]), len(g[0])))
@@ -302,12 +337,12 @@ def test_long_tables_and_many_rows() -> None:
         table[members, :column] = table[members[0], :column]
     batch = Batch(table, np.full(rows, columns * 4), np.ones(rows, dtype=np.int64))
     plan = new_plan(batch)
-    chunk = launch.CHUNK_ROWS
+    chunks = launch.CHUNKS_OF_ROWS
     try:
-        launch.CHUNK_ROWS = 8
+        launch.CHUNKS_OF_ROWS = (8,)
         (found,) = check(plan, batch)
     finally:
-        launch.CHUNK_ROWS = chunk
+        launch.CHUNKS_OF_ROWS = chunks
     assert [(len(rows), len(blocks)) for rows, blocks in found] == [(8, columns - 2), (10, 300)]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_relay.ops import checks
+from vllm_relay.ops.planning import launch
 from vllm_relay.ops.planning.launch import STATS, PlanBuffers, plan_step
 from vllm_relay.plan import DensePart, Part, Plan, SharingStats
 
@@ -35,6 +36,7 @@ class DevicePlan:
         min_saved_tokens: int = 0,
         max_levels: int = 1,
         dense: bool = False,
+        window: int = 0,
         device: torch.device | str,
     ) -> None:
         """Allocate for the largest step.
@@ -45,6 +47,7 @@ class DevicePlan:
                 (members - 1) * tokens of its segment.
             dense: attend one group of level 0 as dense KV: of those whose blocks have consecutive
                 ids, the one that saves most. Token i of block b must lie at b * block_size + i.
+            window: tokens that a query sees with its own; a longer row shares nothing. 0: all.
 
         Raises:
             ValueError: an argument out of range, by name.
@@ -56,11 +59,13 @@ class DevicePlan:
             ("block_size", block_size, 1),
             ("min_saved_tokens", min_saved_tokens, 0),
             ("max_levels", max_levels, 1),
+            ("window", window, 0),
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}: expected a whole number >= {least}, got {value!r}")
         self.max_rows, self.max_tokens, self.max_blocks = max_rows, max_tokens, max_blocks
         self.block_size, self.max_levels, self.dense = block_size, max_levels, dense
+        self.window = window
         self._min_saved_blocks = -(-min_saved_tokens // block_size)
         self.buffers = PlanBuffers.allocate(
             rows=max_rows,
@@ -82,7 +87,7 @@ class DevicePlan:
 
     def _max_groups(self, rows: int) -> int:
         """Most groups of a level of ``rows`` requests: each has two members and saves enough."""
-        bound = rows // 2
+        bound = min(rows // 2, launch.MAX_GROUPS)
         if self._min_saved_blocks:
             bound = min(bound, rows * self.max_blocks // self._min_saved_blocks)
         return max(1, bound)
@@ -136,6 +141,7 @@ class DevicePlan:
             num_tokens=num_tokens,
             num_groups=groups,
             block_size=self.block_size,
+            window=self.window,
             min_saved_blocks=self._min_saved_blocks,
             counted=count,
         )

@@ -6,7 +6,7 @@ A row is a request of the batch, or padding of a CUDA graph.
 import triton
 import triton.language as tl
 
-from vllm_relay.ops.planning.score import STEP_VALUES, group_of, pack_score
+from vllm_relay.ops.planning.score import STEP_VALUES, group_of, pack_score, pays
 
 
 @triton.constexpr_function
@@ -90,6 +90,7 @@ def hash_prefixes_kernel(  # type: ignore[no-untyped-def]
     num_columns,
     num_tokens,
     BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,  # tokens; 0: none
     LEVELS: tl.constexpr,
     DENSE: tl.constexpr,
     CHECKPOINTS: tl.constexpr,
@@ -103,9 +104,11 @@ def hash_prefixes_kernel(  # type: ignore[no-untyped-def]
         LEVELS, DENSE, STATS, CHUNK_C,
     )  # fmt: skip
     queries = tl.load(starts_ptr + row + 1) - tl.load(starts_ptr + row)
-    computed = tl.load(seq_lens_ptr + row) - queries
+    length = tl.load(seq_lens_ptr + row)
     # Padding has no query and no length.
-    computed = tl.where(queries > 0, tl.maximum(computed, 0), 0)
+    computed = tl.where(queries > 0, tl.maximum(length - queries, 0), 0)
+    if WINDOW > 0:
+        computed = tl.where(length <= WINDOW, computed, 0)
     depth = tl.minimum(computed // BLOCK_SIZE, num_columns)
     blocks_ptr = table_ptr + row.to(tl.int64) * table_stride
 
@@ -246,3 +249,44 @@ def score_groups_kernel(  # type: ignore[no-untyped-def]
         if saved > 0:
             # A maximum does not depend on the order of arrival.
             tl.atomic_max(score_ptr + here + leader, pack_score(saved, depth))
+
+
+@triton.jit
+def _groups_from(score_ptr, least, num_rows, min_saved, CHUNK_R: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Number of groups whose score is at least ``least``."""
+    count = tl.full([], 0, tl.int32)
+    for base in range(0, num_rows, CHUNK_R):
+        row = base + tl.arange(0, CHUNK_R)
+        score = tl.load(score_ptr + row, mask=row < num_rows, other=0)
+        count += tl.sum((pays(score, min_saved) & (score >= least)).to(tl.int32))
+    return count
+
+
+@triton.jit(do_not_specialize=STEP_VALUES)
+def keep_groups_kernel(  # type: ignore[no-untyped-def]
+    score_ptr,  # int64 [LEVELS, max_rows]; 0 afterwards at leaders of other groups
+    max_rows,
+    num_rows,
+    num_groups,
+    min_saved,
+    LEVEL: tl.constexpr,
+    CHUNK_R: tl.constexpr,
+):
+    """The num_groups groups that save most stay, of equal ones the first; one program."""
+    scores_ptr = score_ptr + LEVEL * max_rows
+    # The largest score that more than num_groups groups have; 0: there are no more, and all stay.
+    least = tl.full([], 0, tl.int64)
+    if _groups_from(scores_ptr, least, num_rows, min_saved, CHUNK_R) > num_groups:
+        for i in range(63):
+            more = least | (tl.full([], 1, tl.int64) << (62 - i))
+            if _groups_from(scores_ptr, more, num_rows, min_saved, CHUNK_R) > num_groups:
+                least = more
+        left = num_groups - _groups_from(scores_ptr, least + 1, num_rows, min_saved, CHUNK_R)
+        for base in range(0, num_rows, CHUNK_R):
+            row = base + tl.arange(0, CHUNK_R)
+            score = tl.load(scores_ptr + row, mask=row < num_rows, other=0)
+            equal = (score == least).to(tl.int32)
+            late = (equal > 0) & (tl.cumsum(equal) > left)
+            left -= tl.sum(equal)
+            drop = (row < num_rows) & (late | (score < least))
+            tl.store(scores_ptr + row, tl.zeros([CHUNK_R], tl.int64), mask=drop)

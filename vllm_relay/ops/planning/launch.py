@@ -9,7 +9,8 @@ Who groups with whom, per level:
    Hashes only propose: the blocks in common with the leader are then counted one by one.
 3. *score_groups*: the rows of one leader form one group. Of the depths that its rows have in common
    with it, the group takes the one that saves most reads, (members - 1) * depth.
-4. *lay_out*: rows that reach that depth are the members; places, segments and contexts are written.
+4. *keep_groups*, where a level may have more groups than there is room for: those that save most.
+5. *lay_out*: rows that reach that depth are the members; places, segments and contexts are written.
 
 The reference is the plain definition in the tests; the host's policy is `sharing.policy`.
 """
@@ -18,20 +19,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from vllm_relay.ops.planning.group_kernels import (
     checkpoints,
     hash_prefixes_kernel,
+    keep_groups_kernel,
     match_leaders_kernel,
     score_groups_kernel,
 )
 from vllm_relay.ops.planning.layout_kernel import lay_out_kernel
 
-# Most rows, and columns, that a program holds at once.
-CHUNK_ROWS = 1024
+# Rows that a program holds at once: the least that are all, or the most. Each is compiled; the last
+# serves more rows than graphs have by default, so that no step waits for the compiler.
+CHUNKS_OF_ROWS = (32, 256, 1024)
 CHUNK_COLUMNS = 256
+# Groups of a level. Every system call walks all sequences of its level, empty ones, too:
+# FlashAttention 3's scheduler 31 at a time, and each program of its combine step once more.
+MAX_GROUPS = 64
 # Numbers of a step in `PlanBuffers.report`: groups, requests, tokens_shared, tokens_saved,
 # tokens_stock as in `SharingStats`.
 STATS = 5
@@ -51,7 +56,8 @@ class PlanBuffers:
         segment_lens: int32 [L, G], tokens. segment_table: int32 [L, G, M], blocks.
         index: int32 [L (+ 1 with dense), T], see `Plan.index`.
         dense: int32 [2, 3], query_start_loc and key_start_loc of `DensePart`.
-        context_table: int32 [R, M]. context_lens: int32 [R], tokens behind a row's segments.
+        context_table: int32 [R, M]. context_lens: int32 [R], tokens behind a row's segments; 1 for
+            padding.
         report: int64 [STATS + 2 + STATS]: numbers of the step; counted steps, those with groups,
             and sums of the numbers over counted steps.
     """
@@ -115,6 +121,7 @@ def plan_step(
     num_tokens: int,
     num_groups: int,
     block_size: int,
+    window: int,
     min_saved_blocks: int,
     counted: bool,
 ) -> None:
@@ -129,17 +136,18 @@ def plan_step(
     depths = checkpoints(num_columns)
     # A group that saves nothing is none.
     min_saved = max(1, min_saved_blocks)
-    rows_at_once = min(CHUNK_ROWS, triton.next_power_of_2(num_rows))
+    rows_at_once = next((n for n in CHUNKS_OF_ROWS if n >= num_rows), CHUNKS_OF_ROWS[-1])
     hash_prefixes: Any = hash_prefixes_kernel
     hash_prefixes[(num_rows,)](
         block_table, seq_lens, query_start_loc,
         b.depth, b.hashes, b.score, b.consecutive, b.index, b.report,
         table_stride, max_rows, max_tokens, num_rows, num_columns, num_tokens,
-        BLOCK_SIZE=block_size, LEVELS=levels, DENSE=dense, CHECKPOINTS=depths, STATS=STATS,
-        CHUNK_C=CHUNK_COLUMNS,
+        BLOCK_SIZE=block_size, WINDOW=window, LEVELS=levels, DENSE=dense, CHECKPOINTS=depths,
+        STATS=STATS, CHUNK_C=CHUNK_COLUMNS,
     )  # fmt: skip
     match_leaders: Any = match_leaders_kernel
     score_groups: Any = score_groups_kernel
+    keep_groups: Any = keep_groups_kernel
     for level in range(levels):
         match_leaders[(num_rows,)](
             block_table, b.depth, b.hashes, b.leader, b.common, b.score,
@@ -150,6 +158,11 @@ def plan_step(
             b.leader, b.common, b.score, max_rows, num_rows, min_saved,
             LEVEL=level, CHUNK_R=rows_at_once,
         )  # fmt: skip
+        if num_rows // 2 > MAX_GROUPS:
+            keep_groups[(1,)](
+                b.score, max_rows, num_rows, num_groups, min_saved,
+                LEVEL=level, CHUNK_R=rows_at_once,
+            )  # fmt: skip
     lay_out: Any = lay_out_kernel
     lay_out[(num_rows + 1, levels)](
         block_table, seq_lens, query_start_loc,

@@ -213,9 +213,8 @@ def lay_out_kernel(  # type: ignore[no-untyped-def]
             )  # fmt: skip
             first = tl.load(starts_ptr + row)
             queries = tl.load(starts_ptr + row + 1) - first
-            _store_places(index_ptr + level * max_tokens + first, place, queries, CHUNK_C)
-            if DENSE and leader == dense:
-                _store_places(index_ptr + LEVELS * max_tokens + first, place, queries, CHUNK_C)
+            line = tl.where(leader == dense, LEVELS, level)
+            _store_places(index_ptr + line * max_tokens + first, place, queries, CHUNK_C)
             if place == begin:
                 # The first member writes for its group: any member's blocks are the group's.
                 _, start = group_of(
@@ -229,7 +228,9 @@ def lay_out_kernel(  # type: ignore[no-untyped-def]
                         tl.store(dense_ptr + i, tl.where(i == 2, tokens, 0))
                     tl.store(dense_ptr + 4, key)
                     tl.store(dense_ptr + 5, key + length)
+                    # In its level it has no query and no key: kernels may hang on queries without.
                     length = tl.full([], 0, tl.int32)
+                    begin = tokens
                 tl.store(cu_tokens_ptr + level * (max_groups + 1) + group, begin)
                 group += level * max_groups
                 tl.store(segment_lens_ptr + group, length)
@@ -243,7 +244,9 @@ def lay_out_kernel(  # type: ignore[no-untyped-def]
                     leader_ptr, common_ptr, score_ptr, i * max_rows, row, row >= 0, min_saved
                 )
                 covered = tl.maximum(covered, end)
-            length = tl.load(seq_lens_ptr + row)
+            # One key for a row of padding, of block 0: FlashAttention 2 writes the LSE of a row
+            # without keys over that of others (Dao-AILab/flash-attention#2842).
+            length = tl.maximum(tl.load(seq_lens_ptr + row), 1)
             tl.store(context_lens_ptr + row, length - covered * BLOCK_SIZE)
             needed = tl.minimum((length + BLOCK_SIZE - 1) // BLOCK_SIZE, num_columns)
             context_ptr = context_table_ptr + row.to(tl.int64) * max_columns
