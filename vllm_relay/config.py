@@ -73,7 +73,7 @@ class RelayConfig:
         max_levels: most levels of nested sharing in a step; each is one more attention call per
             layer. None: 3 on a CPU, 1 on CUDA.
         overlap: CUDA only. In CUDA graphs, run system attention on a second stream beside context
-            attention.
+            attention. FlashAttention 3 fills all processors with either, so this is off.
         dense: CUDA only. Attend the group that saves most, of those whose blocks are adjacent in
             memory, as dense KV, with one more attention call per layer. None: True if system KVs
             are pinned, whose blocks mostly are adjacent.
@@ -89,7 +89,7 @@ class RelayConfig:
     enabled: StrictBool = True
     min_saved_tokens: Count | None = None
     max_levels: Positive | None = None
-    overlap: StrictBool = True
+    overlap: StrictBool = False
     dense: StrictBool | None = None
     max_copy_gib: Amount | None = None
     scrub: StrictBool = False

@@ -1,15 +1,14 @@
 """The relay backend on NVIDIA GPUs: thin subclasses of vLLM's FlashAttention backend.
 
-A decode step is planned once, by kernels on the GPU (`DevicePlan`): the host knows neither block
+A step is planned once, by kernels on the GPU (`DevicePlan`): the host knows neither block
 tables nor who shares them. Each layer then runs system attention per level, context attention and
 relay fusion (`paged_relay`), all with vLLM's ``flash_attn_varlen_func``. KV updates, layers that
-the split does not cover and steps with prefills are vLLM's.
+the split does not cover, and steps with large prefills are vLLM's.
 
 A step is relayed if the last planned step that the host has heard of had a group. Runner V2 has a
 second set of full CUDA graphs for that choice (`backend.cuda_graphs`). Runner V1 has one set, with
 relay in it: a graph cannot know what will be shared, so a batch that shares nothing pays for
-kernels that return at once. A step that can run without a plan is seldom planned while nothing is
-shared.
+kernels that return at once. A step that needs no plan is seldom planned while nothing is shared.
 """
 
 from typing import Any
@@ -34,11 +33,11 @@ from vllm_relay.backend.fallback import Fallback
 from vllm_relay.config import RelayConfig
 from vllm_relay.ops.planning.device_plan import DevicePlan
 from vllm_relay.plan import Plan
-from vllm_relay.sharing.cost import gpu_costs, min_saved_tokens
 
 LEVELS = 1
-# Bytes per second of memory that tells no clock.
-BANDWIDTH = 2e12
+# Query tokens of the largest step with a prefill that is relayed: its queries and partials take
+# memory that vLLM has not seen when it sized the KV cache.
+MIXED_TOKENS = 2048
 
 
 class RelayBackend(FlashAttentionBackend):
@@ -58,9 +57,10 @@ class RelayBackend(FlashAttentionBackend):
 
 
 class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
-    """Plans each decode step once, on the GPU.
+    """Plans each step once, on the GPU.
 
     Attributes:
+        layers: of the group, those with a `RelayImpl`. fa_versions: theirs, of FlashAttention.
         planned: the last step was planned. shared: its layers are to be relayed.
         device_plan: made with the first planned step. history: what the planned steps shared.
     """
@@ -84,7 +84,7 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         spec_tokens = speculative.num_speculative_tokens if speculative is not None else 0
         self._decode_queries = 1 + (spec_tokens or 0)
         self._max_rows = max(scheduler.max_num_seqs, self.max_cudagraph_size or 0)
-        self._max_tokens = self._max_rows * self._decode_queries
+        self._max_tokens = max(self._max_rows * self._decode_queries, MIXED_TOKENS)
         self._max_seq_len = vllm_config.model_config.max_model_len
         self._levels = self._config.max_levels or LEVELS
         wanted = self._config.dense
@@ -100,7 +100,8 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         self._shapes: set[tuple[int, int]] = set()
         self._fallback = Fallback()
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        self._layers = [x for x in layers.values() if isinstance(x.impl, RelayImpl)]
+        self.layers = [x for x in layers.values() if isinstance(x.impl, RelayImpl)]
+        self.fa_versions = {layer.impl.vllm_flash_attn_version for layer in self.layers}
         self._active = False
         try:
             self._active = self._start(vllm_config)
@@ -111,9 +112,12 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         """True if this builder plans. What is raised here is raised on every rank."""
         if not self._decide(vllm_config):
             return False
-        wanted = self._config.min_saved_tokens
-        self._min_saved_tokens = self._predicted_minimum() if wanted is None else wanted
-        for layer in self._layers:
+        self._min_saved_tokens, self._min_saved_outside = cuda_support.minimums(self, self._config)
+        self._window = cuda_support.least_window(self.layers)
+        if self._window and not self._could_save(self._max_rows, self._window):
+            metrics.say_once(f"a window of {self._window} tokens saves too little to be relayed")
+            return False
+        for layer in self.layers:
             layer.impl.failed = self.failed
         metrics.report_at_exit()
         graphs.follow(self)
@@ -129,21 +133,22 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
     def _decide(self, vllm_config: VllmConfig) -> bool:
         """True if this builder plans; logs why not, and which layers stay on vLLM's path."""
         reason = cuda_support.engine_refusal(self, vllm_config)
+        reason = reason or cuda_support.default_refusal(self, vllm_config, self._config)
         if not self._config.enabled:
             reason = "switched off by additional_config"
         if reason is None:
-            impls = [layer.impl for layer in self._layers]
+            impls = [layer.impl for layer in self.layers]
             for impl in impls:
                 impl.refusal = impl.refusal or self_test.refusal(
                     impl,
                     self.device,
                     block_size=self.block_size,
-                    dtype=self.kv_cache_spec.dtype,
+                    dtype=vllm_config.model_config.dtype,
                     max_seq_len=self._max_seq_len,
                     max_num_splits=self.max_num_splits,
                     dense=self._dense,
                 )
-            cuda_support.agree([layer.impl for layer in self._layers], vllm_config)
+            cuda_support.agree(impls, vllm_config)
             refusals = sorted({impl.refusal for impl in impls if impl.refusal is not None})
             if not impls or any(impl.refusal is None for impl in impls):
                 for refusal in refusals:
@@ -152,18 +157,6 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
             reason = f"no layer is supported ({', '.join(refusals)})"
         metrics.say_once(f"not used: {reason}; vLLM's own FlashAttention serves these layers")
         return False
-
-    def _predicted_minimum(self) -> int:
-        """KV token reads per layer that a group has to save, by the estimated costs of the GPU."""
-        bandwidth = BANDWIDTH
-        if self.device.type == "cuda":
-            device = torch.cuda.get_device_properties(self.device)
-            # kHz and bits; memory transfers twice per clock.
-            clock = getattr(device, "memory_clock_rate", 0)
-            bandwidth = 250.0 * clock * getattr(device, "memory_bus_width", 0) or BANDWIDTH
-        spec = self.kv_cache_spec
-        kv_bytes = 2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
-        return min_saved_tokens(gpu_costs(kv_bytes, bandwidth))
 
     def build(
         self,
@@ -177,11 +170,12 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         if not self._active or not self._covers(common, fast_build):
             return metadata
         try:
-            plan = self._plan_step(common) if self._wanted() else None
+            plan = self._plan_step(common) if self._wanted(common) else None
             return RelayMetadata(**vars(metadata), plan=plan) if self.shared else metadata
         except Exception as error:
-            if self._must_plan:
-                raise
+            alone = self.vllm_config.parallel_config.tensor_parallel_size == 1
+            if self._must_plan and not (alone and self._is_mixed(common)):
+                raise  # ranks have to plan alike, to decide alike
             self.planned = self.shared = False
             self.failed("planning", error)
             return metadata
@@ -197,12 +191,19 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         ranks = self.vllm_config.parallel_config.tensor_parallel_size
         return self._graphs_need_plans or (self.use_full_cuda_graph and ranks > 1)
 
-    def _wanted(self) -> bool:
+    def _is_mixed(self, common: CommonAttentionMetadata) -> bool:
+        """True if a step has a prefill, and is in no full graph."""
+        return common.max_query_len > self._decode_queries and not self._graphs_of_all
+
+    def _wanted(self, common: CommonAttentionMetadata) -> bool:
         """True if this step is planned."""
         self.history.begin_step(self.device_plan)
         if self._capture:
             return not graphs.capturing_plain
-        return self._graphs_need_plans or self.history.is_due()
+        if self._is_mixed(common):
+            pays = self.history.shared and self.history.saved >= self._min_saved_outside
+            return pays or self.history.is_due_beside_prefills()
+        return self._graphs_need_plans or self.history.is_due() or graphs.sharing
 
     def failed(self, doing: str, error: Exception) -> None:
         """Leave what failed to vLLM's own attention, and all steps after several failures."""
@@ -235,14 +236,21 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         rows = common.num_reqs
         if fast or rows > self._max_rows or common.causal is not True:
             return False
-        # The most that a group of so many requests could save.
-        if rows < 2 or (rows - 1) * self._max_seq_len < self._min_saved_tokens:
+        if not self._could_save(rows, self._max_seq_len):
             return False
+        if self._is_mixed(common):
+            # FlashAttention 4 would compile for many queries while requests wait.
+            return common.num_actual_tokens <= MIXED_TOKENS and 4 not in self.fa_versions
         if common.max_query_len <= self._decode_queries:
             return common.num_actual_tokens <= self._max_tokens
-        return self._graphs_of_all and common.num_actual_tokens <= self.max_cudagraph_size
+        return common.num_actual_tokens <= self.max_cudagraph_size
 
-    def _plan_step(self, common: CommonAttentionMetadata) -> Plan[Tensor]:
+    def _could_save(self, rows: int, tokens: int) -> bool:
+        """True if so many requests could save enough: all share all of so many tokens."""
+        return rows >= 2 and (rows - 1) * tokens >= self._min_saved_tokens
+
+    def _plan_step(self, common: CommonAttentionMetadata) -> Plan[Tensor] | None:
+        """The step's plan; None if it is a probe, whose numbers alone are of use."""
         rows, tokens = common.num_reqs, common.num_actual_tokens
         table = common.block_table_tensor[:rows]
         if self.device_plan is None or self._schedules is None:
@@ -262,12 +270,17 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         self.history.add(self.device_plan)
         # Runner V1 runs a step before it captures its graph, without telling: kernels have to be
         # compiled then, since no module can be loaded during a capture.
-        first = self.use_full_cuda_graph and (rows, tokens) not in self._shapes
+        in_graph = self.use_full_cuda_graph and not self._is_mixed(common)
+        captured = in_graph and tokens <= self.max_cudagraph_size  # None without graphs
+        first = captured and (rows, tokens) not in self._shapes
         self._shapes.add((rows, tokens))
         self.planned, self.shared = True, self._capture or first or self.history.shared
-        return self._schedules.add(plan, common)
+        if self.shared or self._graphs_need_plans or graphs.several:
+            return self._schedules.add(plan, common)
+        return None
 
     def _make_device_plan(self, columns: int) -> DevicePlan:
+        impls = [layer.impl for layer in self.layers if layer.impl.refusal is None]
         plan = DevicePlan(
             max_rows=self._max_rows,
             max_tokens=self._max_tokens,
@@ -275,11 +288,11 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
             block_size=self.block_size,
             min_saved_tokens=self._min_saved_tokens,
             max_levels=self._levels,
+            window=self._window,
             dense=self._dense
-            and all(cuda_support.has_consecutive_blocks(layer.kv_cache) for layer in self._layers),
+            and all(cuda_support.has_consecutive_blocks(layer.kv_cache) for layer in self.layers),
             device=self.device,
         )
-        relayed = [layer.impl for layer in self._layers if layer.impl.refusal is None]
-        kv_elements = sum(2 * impl.num_kv_heads * impl.head_size for impl in relayed)
+        kv_elements = sum(2 * impl.num_kv_heads * impl.head_size for impl in impls)
         metrics.follow_device(plan.newest, kv_elements * self.kv_cache_spec.dtype.itemsize)
         return plan

@@ -33,7 +33,8 @@ class FullGraphs:
         """Take the plans of a builder into account; it replaces one of the same layers.
 
         Args:
-            builder: has ``layer_names`` and, for its last step, ``planned`` and ``shared``.
+            builder: has ``layer_names``, its ``history`` and, for its last step, ``planned`` and
+                ``shared``.
         """
         # Its graphs are yet to be captured, and runner V1 captures one set.
         self.have_both = False
@@ -50,6 +51,16 @@ class FullGraphs:
     def wanted(self) -> bool:
         """True if a builder plans, so that graphs without relay differ from those with it."""
         return bool(self._builders)
+
+    @property
+    def several(self) -> bool:
+        """True if a graph with relay reads the plans of several builders."""
+        return len(self._builders) > 1
+
+    @property
+    def sharing(self) -> bool:
+        """True if a builder shared when it last heard of it: the others have to plan, too."""
+        return any(builder.history.shared for builder in self._builders.values())
 
     @contextmanager
     def capture_plain(self) -> Iterator[None]:

@@ -19,13 +19,15 @@ class SharingHistory:
 
     Attributes:
         step: number of the step that is being built, from 1.
-        shared: the last planned step that the host has heard of had a group.
+        shared: the last planned step that the host has heard of had a group. saved: KV token
+            reads per layer that its groups saved.
     """
 
     def __init__(self) -> None:
         self.step = 0
         self.shared = False
-        self._unplanned = 0
+        self.saved = 0
+        self._unplanned = self._beside_prefills = 0
         # Planned steps not heard of: number of the step, number of the plan.
         self._pending: deque[tuple[int, int]] = deque()
 
@@ -34,13 +36,18 @@ class SharingHistory:
         self.step += 1
         while plan and self._pending and self._pending[0][0] <= self.step - HEARD_AFTER:
             last: SharingStats = plan.report(self._pending.popleft()[1])[0]
-            self.shared = last.groups > 0
+            self.shared, self.saved = last.groups > 0, last.tokens_saved
             metrics.log_sharing(last)
 
     def is_due(self) -> bool:
         """True if a step that can run without a plan is to be planned nevertheless."""
         self._unplanned = 0 if self.shared else self._unplanned + 1
         return self.shared or self._unplanned % PROBE_STEPS == 1
+
+    def is_due_beside_prefills(self) -> bool:
+        """`is_due` for a step with a prefill; those of other steps do not wait for it."""
+        self._beside_prefills += 1
+        return not self.shared and self._beside_prefills % PROBE_STEPS == 0
 
     def add(self, plan: DevicePlan) -> None:
         """Expect the numbers of this step, the last that the plan was made for."""

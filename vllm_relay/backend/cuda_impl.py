@@ -1,7 +1,7 @@
 """One attention layer on CUDA: its FlashAttention calls, with the relay path in front of vLLM's."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,13 +16,10 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from vllm_relay.backend.cuda_support import layer_refusal
+from vllm_relay.backend.cuda_support import has_fp8, layer_refusal
+from vllm_relay.ops.planning.splits import processors_of, system_splits
 from vllm_relay.ops.step.paged import paged_relay
 from vllm_relay.plan import DensePart, Part, Plan
-
-# vLLM's default in graphs, 32, takes fp32 [splits, heads, tokens, head size]. A group's queries
-# fill more tiles than one request's, so fewer splits do.
-SYSTEM_SPLITS = 16
 
 
 @dataclass
@@ -41,14 +38,20 @@ def attend(
     *,
     scale: float,
     softcap: float,
+    sinks: Tensor | None,
+    window: tuple[int, int],
     fa_version: int,
+    scales: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """One call of vLLM's FlashAttention; an `ops.step.paged.Attend` when the options are bound.
 
     Args:
         q, out: [T, Hq, D]; out is written. keys, values: [num_blocks, block_size, Hkv, D], for a
             `DensePart` [tokens, Hkv, D].
-        scale, softcap: of the scores; softcap 0: none. fa_version: 2, 3 or 4.
+        scale, softcap: of the scores; softcap 0: none. sinks: [Hq], one more score of each query,
+            counted once, in the part that each has: the causal one. window: keys seen before and
+            after a query's own, -1 for all; of the causal part. fa_version: 2, 3 or 4.
+        scales: of q, keys and values in fp8, scalars or [Hkv]; None: they are not.
 
     Returns:
         LSE [Hq, T] float32.
@@ -62,6 +65,11 @@ def attend(
             "block_table": part.block_table,
             "scheduler_metadata": part.scheduler_metadata,
         }
+    if scales is not None:
+        # Per sequence and KV head, as vLLM gives them.
+        shape = (len(part.query_start_loc) - 1, keys.shape[-2])
+        names = ("q_descale", "k_descale", "v_descale")
+        where |= {name: x.expand(shape) for name, x in zip(names, scales, strict=True)}
     return flash_attn.flash_attn_varlen_func(
         q=q,
         k=keys,
@@ -72,7 +80,9 @@ def attend(
         max_seqlen_k=part.max_seq_len,
         softmax_scale=scale,
         causal=part.causal,
+        window_size=list(window) if part.causal else [-1, -1],
         softcap=softcap,
+        s_aux=sinks if part.causal else None,
         fa_version=fa_version,
         return_softmax_lse=True,
         num_splits=part.num_splits,
@@ -80,13 +90,9 @@ def attend(
     )[1]
 
 
-def copy_builder(
-    builder: FlashAttentionMetadataBuilder, max_splits: int | None = None
-) -> FlashAttentionMetadataBuilder:
-    """A copy of vLLM's builder, with a schedule buffer of its own and at most so many splits."""
+def copy_builder(builder: FlashAttentionMetadataBuilder) -> FlashAttentionMetadataBuilder:
+    """A copy of vLLM's builder, with a schedule buffer of its own."""
     made = copy.copy(builder)
-    if max_splits is not None:
-        made.max_num_splits = min(builder.max_num_splits, max_splits)
     buffer = getattr(builder, "scheduler_metadata", None)
     if buffer is not None:
         made.scheduler_metadata = torch.zeros_like(buffer)
@@ -101,11 +107,25 @@ class Schedules:
     """
 
     def __init__(self, builder: FlashAttentionMetadataBuilder, levels: int) -> None:
-        self._levels = [copy_builder(builder, SYSTEM_SPLITS) for _ in range(levels)]
+        self._levels = [copy_builder(builder) for _ in range(levels)]
+        for made in self._levels:
+            made.aot_sliding_window = (-1, -1)
         self._context = copy_builder(builder)
+        self._most = builder.max_num_splits
+        self._processors = processors_of(builder.device)
 
     def add(self, plan: Plan[Tensor], common: CommonAttentionMetadata) -> Plan[Tensor]:
         """The plan with the splits and schedule of each call of the step ``common``."""
+        context = self._context
+        splits = system_splits(
+            plan.index.shape[1],
+            context.num_heads_q,
+            context.num_heads_kv,
+            self._processors,
+            self._most,
+        )
+        for builder in self._levels:
+            builder.max_num_splits = splits
         levels = [
             _scheduled(builder, part, common)
             for builder, part in zip(self._levels, plan.levels, strict=True)
@@ -113,7 +133,7 @@ class Schedules:
         return replace(
             plan,
             levels=levels,
-            context=_scheduled(self._context, plan.context, common),
+            context=_scheduled(context, plan.context, common),
             dense=plan.dense and replace(plan.dense, num_splits=levels[0].num_splits),
         )
 
@@ -166,7 +186,7 @@ class RelayImpl(FlashAttentionImpl):
         plan = attn_metadata.plan if isinstance(attn_metadata, RelayMetadata) else None
         if plan is not None and self.refusal is None:
             try:
-                self._relay(plan, query, kv_cache, output)
+                self._relay(layer, plan, query, kv_cache, output)
                 return output
             except Exception as error:
                 # A capture that failed is no graph; a graph without relay would lack a plan.
@@ -179,17 +199,24 @@ class RelayImpl(FlashAttentionImpl):
             layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
         )
 
-    def _relay(self, plan: Plan[Tensor], query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
+    def _relay(
+        self, layer: Any, plan: Plan[Tensor], query: Tensor, kv_cache: Tensor, output: Tensor
+    ) -> None:
         tokens = plan.index.shape[1]
         keys, values = (
             canonicalize_singleton_dim_strides(cache)
             for cache in kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         )
-        options = {
+        options: dict[str, Any] = {
             "scale": self.scale,
             "softcap": self.logits_soft_cap,
+            "sinks": self.sinks,
+            "window": self.sliding_window,
             "fa_version": self.vllm_flash_attn_version,
         }
+        if has_fp8(self):
+            keys, values = (cache.view(torch.float8_e4m3fn) for cache in (keys, values))
+            options["scales"] = (layer._q_scale, layer._k_scale, layer._v_scale)
         paged_relay(
             query[:tokens],
             keys,

@@ -1,6 +1,7 @@
 """Engines and layers that the CUDA backend leaves to vLLM's own FlashAttention, with reasons."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,37 +12,113 @@ from vllm.v1.attention.backend import AttentionType
 
 from vllm_relay import compat
 from vllm_relay.backend import engine_support
+from vllm_relay.config import RelayConfig
+from vllm_relay.sharing.cost import min_saved_tokens
+from vllm_relay.sharing.gpu import GPUS, find_gpu, gpu_costs
+
+# For a GPU that is not in `GPUS`.
+STAND_IN = "A100"
 
 
 def engine_refusal(builder: Any, vllm_config: VllmConfig) -> str | None:
     """Why no step of an engine is relayed, or None.
 
     Args:
-        builder: vLLM's FlashAttentionMetadataBuilder of the layers.
+        builder: a RelayMetadataBuilder.
     """
     speculative = vllm_config.speculative_config
+    group_window = getattr(builder.kv_cache_spec, "sliding_window", None) or 0
+    windows = {window_of(layer.impl) for layer in builder.layers}
     checks = (
         (
             # Inside a captured graph a draft model's lengths move on after the plan was made.
             speculative is not None and speculative.method not in compat.DRAFTS_WITHOUT_MODEL,
             "speculative decoding with a draft model",
         ),
-        (getattr(builder.kv_cache_spec, "sliding_window", None) is not None, "a sliding window"),
+        # vLLM 0.26 gives all layers the window of their group.
+        (windows - {group_window}, f"a window of {group_window or 'all'} over layers of another"),
         (builder.rswa_window is not None, "reference sliding window attention"),
     )
     own = next((reason for applies, reason in checks if applies), None)
     return engine_support.engine_refusal(vllm_config, builder.kv_cache_spec) or own
 
 
+def default_refusal(builder: Any, vllm_config: VllmConfig, config: RelayConfig) -> str | None:
+    """Why no step is relayed unless the settings ask for it, or None: relay might cost more there.
+
+    Args:
+        builder: a RelayMetadataBuilder.
+    """
+    if config.min_saved_tokens is not None:
+        return None
+    if builder.fa_versions == {2}:
+        # It neither splits the keys of many queries nor packs grouped heads.
+        return "FlashAttention 2, unless min_saved_tokens is set"
+    parallel = vllm_config.parallel_config.data_parallel_size > 1
+    one_set = builder.use_full_cuda_graph and (parallel or not vllm_config.use_v2_model_runner)
+    if one_set and not config.system_kv.files:
+        # Each layer of a step that shares nothing would pay for kernels that return at once.
+        where = "data parallelism" if parallel else "runner V1"
+        return f"one set of CUDA graphs ({where}), unless min_saved_tokens or a system KV is set"
+    return None
+
+
+def predicted_minimum(builder: Any, graphs: bool) -> int:
+    """KV token reads per layer that a group has to save, by the estimated costs of the GPU.
+
+    Args:
+        builder: a RelayMetadataBuilder. graphs: for steps in full CUDA graphs.
+    """
+    gpu = GPUS[STAND_IN]
+    if builder.device.type == "cuda":
+        device = torch.cuda.get_device_properties(builder.device)
+        if (found := find_gpu(device.name)) is not None:
+            _, gpu = found
+        elif clock := getattr(device, "memory_clock_rate", 0):
+            # kHz and bits; memory transfers twice per clock.
+            memory = 250.0 * clock * device.memory_bus_width
+            gpu = replace(gpu, memory=memory, l2=getattr(device, "L2_cache_size", gpu.l2))
+    spec = builder.kv_cache_spec
+    shape = (builder.num_heads_q, builder.num_heads_kv, spec.head_size, spec.dtype.itemsize)
+    return min_saved_tokens(gpu_costs(gpu, *shape, graphs=graphs))
+
+
+def minimums(builder: Any, config: RelayConfig) -> tuple[int, int]:
+    """KV token reads per layer that a group has to save: as decode steps run, and in no graph."""
+    if config.min_saved_tokens is not None:
+        return config.min_saved_tokens, config.min_saved_tokens
+    outside = predicted_minimum(builder, False)
+    return predicted_minimum(builder, True) if builder.use_full_cuda_graph else outside, outside
+
+
+def least_window(layers: Sequence[Any]) -> int:
+    """Tokens of a row of which each relayed layer sees all; 0: of any row."""
+    windows = {window_of(layer.impl) for layer in layers if layer.impl.refusal is None}
+    return min(windows - {0}, default=0)
+
+
+def window_of(impl: Any) -> int:
+    """Tokens that a query of a layer sees, with its own; 0: all."""
+    return int(impl.sliding_window[0]) + 1
+
+
+def has_fp8(impl: Any) -> bool:
+    """True if queries, keys and values of a layer are float8_e4m3fn, as FlashAttention 3 takes."""
+    return (
+        impl.kv_cache_dtype in ("fp8", "fp8_e4m3")
+        and impl.vllm_flash_attn_version == 3
+        and bool(impl.supports_quant_query_input)
+    )
+
+
 def layer_refusal(impl: Any) -> str | None:
     """Why a layer, vLLM's FlashAttentionImpl, is not relayed, or None."""
     checks = (
         (impl.attn_type != AttentionType.DECODER, f"{impl.attn_type} attention"),
-        (tuple(impl.sliding_window or (-1, -1)) != (-1, -1), "a sliding window"),
+        (tuple(impl.sliding_window)[1] > 0, "a window on both sides"),
         (impl.alibi_slopes is not None, "ALiBi"),
-        (impl.sinks is not None, "attention sinks"),
         (
-            impl.kv_cache_dtype not in ("auto", "float16", "bfloat16"),
+            not (has_fp8(impl) or impl.kv_cache_dtype in ("auto", "float16", "bfloat16")),
             f"a {impl.kv_cache_dtype} KV cache",
         ),
         # Its tables and lengths have to be of whole pages (vLLM 0.33, Blackwell).

@@ -25,6 +25,7 @@ BLOCKS = 96
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 32
 MAX_ROWS, MAX_LEN = 12, 240
 COLUMNS = MAX_LEN // BLOCK + 2
+FP8 = torch.float8_e4m3fn
 
 
 def make_config(folder: Path, graphs: str = "FULL_AND_PIECEWISE", **relay: Any) -> VllmConfig:
@@ -112,7 +113,8 @@ class Bench:
                 block_size=BLOCK,
                 num_kv_heads=KV_HEADS,
                 head_size=HEAD_SIZE,
-                dtype=torch.float32,
+                dtype=torch.uint8 if config.cache_config.cache_dtype == "fp8" else torch.float32,
+                sliding_window=attention.get("per_layer_sliding_window"),
             )
             names = [layer.layer_name for layer in self.layers]
             self.builder = backend.get_builder_cls()(spec, names, config, torch.device("cpu"))
@@ -121,6 +123,11 @@ class Bench:
         # NHD in memory, as vLLM's default on CUDA
         self.set_cache((torch.randn(shape, generator=generator) * 1.4).transpose(1, 2))
         self.cache[0] = torch.nan  # the null block
+        if config.cache_config.cache_dtype == "fp8":
+            for layer in self.layers:
+                layer._q_scale.fill_(0.5), layer._v_scale.fill_(0.5)
+                layer._k_scale = torch.tensor([0.25, 0.5])  # per head
+            self.set_cache((self.cache * 4).to(FP8).view(torch.uint8))
 
     def set_cache(self, cache: Tensor) -> None:
         self.cache = cache
@@ -137,10 +144,15 @@ class Bench:
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(tokens, HEADS, HEAD_SIZE, generator=generator) * 1.4
 
+    def given(self, q: Tensor) -> Tensor:
+        """The queries as the layer gives them to its kernels."""
+        return (q * 2).to(FP8) if self.config.cache_config.cache_dtype == "fp8" else q
+
     def forward(self, metadata: Any, q: Tensor, layer: int = 0) -> Tensor:
         """What the layer writes; tokens that it leaves alone are NaN."""
         out = torch.full_like(q, torch.nan)
         attention = self.layers[layer]
+        q = self.given(q)
         return attention.impl.forward(attention, q, q, q, self.cache, metadata, out)
 
     def stock(self, step: Step, q: Tensor, layer: int = 0) -> Tensor:
@@ -149,6 +161,7 @@ class Bench:
         metadata = stock_metadata(self.builder, common)
         out = torch.full_like(q, torch.nan)
         attention = self.layers[layer]
+        q = self.given(q)
         FlashAttentionImpl.forward(attention.impl, attention, q, q, q, self.cache, metadata, out)
         return out
 

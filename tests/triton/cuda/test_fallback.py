@@ -1,16 +1,14 @@
-"""What fails on the host of the CUDA backend is vLLM's own answer; ranks agree on their layers."""
+"""Failures on the host of the CUDA backend: vLLM's own attention answers."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import distributed, multiprocessing
 
 from tests.triton.cuda.cuda_bench import Bench, Step, make_config
 from vllm_relay import metrics
-from vllm_relay.backend import cuda, cuda_impl, cuda_support
+from vllm_relay.backend import cuda, cuda_impl
 from vllm_relay.backend.cuda_graphs import graphs
 from vllm_relay.backend.fallback import MOST_FAILURES
 
@@ -83,24 +81,3 @@ def _build_often(bench: Bench) -> None:
     """Build steps until one of them is due to be planned."""
     for _ in range(20):
         assert not isinstance(bench.build(STEP), cuda.RelayMetadata)
-
-
-def _agree(rank: int, folder: str, results: Any) -> None:
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=2
-    )
-    cuda_support.get_tp_group = lambda: SimpleNamespace(cpu_group=distributed.group.WORLD)
-    config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2))
-    impls = [SimpleNamespace(refusal=None) for _ in range(3)]
-    if rank == 1:
-        impls[2].refusal = "kernels that fail their self-test (here)"
-    cuda_support.agree(impls, config)  # type: ignore[arg-type]
-    results[rank] = [impl.refusal for impl in impls]
-
-
-def test_a_layer_that_fails_on_one_rank_is_relayed_on_none(tmp_path: Path) -> None:
-    with multiprocessing.Manager() as manager:
-        results = manager.dict()
-        multiprocessing.spawn(_agree, (str(tmp_path), results), nprocs=2)
-        assert results[0] == [None, None, "kernels that fail their self-test on another rank"]
-        assert results[1] == [None, None, "kernels that fail their self-test (here)"]
