@@ -1,15 +1,20 @@
 """Check and measure relay on a machine with one Hopper GPU, in parts of less than ten minutes.
 
+    python benchmarks/gpu_check.py --quick
     python benchmarks/gpu_check.py [kernels] [parity] [op] [engine-8b] [engine-7b] [--minutes 9]
+
+--quick without parts takes four minutes: is FlashAttention right as relay calls it, with padded
+rows, too, are our kernels, and does a small model in full graphs answer as exactly as stock?
 
 kernels: every kernel against float64, the plan's time. parity: engines against float32, graphs on
 and off, both runners. op: one layer's attention against stock FlashAttention 3 and FlashInfer.
 engine-8b, engine-7b (engine: both): decode throughput on the shape of Llama-3-8B and Llama-2-7B
 against stock with prefix caching and vLLM's own cascade.
 
-Each part writes a CSV of its own, a row per finished case, at once. A failing case prints FAIL and
-the next goes on. Exit status: 0 if all cases ran and passed and no bar was missed, 1 if not (the
-last line names each: failed, missed, left out for lack of time), 2 if nothing could start.
+Each part writes a CSV of its own, a row per finished case, at once; --resume goes on with the one
+that an earlier run left. A failing case prints FAIL and the next goes on. Exit status: 0 if all
+cases ran and passed and no bar was missed, 1 if not (the last line names each: failed, missed, left
+out for lack of time), 2 if nothing could start.
 """
 
 import argparse
@@ -31,6 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu.journal import (  # noqa: E402
+    PASS,
     Clock,
     DeviceLost,
     Journal,
@@ -40,6 +46,9 @@ from benchmarks.gpu.journal import (  # noqa: E402
 )
 
 PARTS = ("kernels", "parity", "op", "engine-8b", "engine-7b")
+# Without parts, --quick runs these, and each has so many minutes.
+QUICK_PARTS, QUICK_MINUTES = PARTS[:2], 2.0
+MINUTES = 9.0
 ALIASES = {"engine": ("engine-8b", "engine-7b")}
 # Status of a part's process that lost its device: the rest of its cases go to a new process.
 LOST = 3
@@ -60,7 +69,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="few cases, few repetitions")
     parser.add_argument(
-        "--minutes", type=float, default=9.0, help="of each part; no case starts that cannot end"
+        "--minutes",
+        type=float,
+        help=f"of each part; no case starts that cannot end; default {MINUTES:g}, of --quick alone "
+        f"{QUICK_MINUTES:g}",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the newest CSV of each part in --out, if of this revision",
     )
     parser.add_argument(
         "--cases",
@@ -78,9 +95,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     unknown = [part for part in given.parts if part not in PARTS]
     if unknown:
         parser.error(f"unknown part {', '.join(unknown)}; known: {', '.join(PARTS)}")
+    short = given.quick and not given.parts
+    if given.minutes is None:
+        given.minutes = QUICK_MINUTES if short else MINUTES
     if given.minutes <= 0:
         parser.error("--minutes must be more than 0")
-    given.parts = list(dict.fromkeys(given.parts)) or list(PARTS)
+    given.parts = list(dict.fromkeys(given.parts)) or list(QUICK_PARTS if short else PARTS)
     return given
 
 
@@ -123,6 +143,8 @@ def trouble_in(journal: Journal, left_out: list[str]) -> list[str]:
 def drive(part: str, args: argparse.Namespace) -> list[str]:
     """One part in processes of its own; returns what is not as it should be."""
     csv = args.out / f"gpu-{part}-{datetime.now():%Y%m%d-%H%M%S}.csv"
+    if args.resume:
+        csv = left_by_an_earlier_run(part, args) or csv
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "left_out.json"
         status = run_processes(part, args, csv, report)
@@ -133,6 +155,24 @@ def drive(part: str, args: argparse.Namespace) -> list[str]:
     if left_out is None:
         rows.append("lost the device" if status == LOST else "ended before its last case")
     return rows
+
+
+def left_by_an_earlier_run(part: str, args: argparse.Namespace) -> Path | None:
+    """The newest CSV of a part, if it is of this revision and device, and quick if this run is.
+
+    Cases that failed are taken out: they run again.
+    """
+    of_now, files = source(), sorted(args.out.glob(f"gpu-{part}-*.csv"))
+    for csv in files[-1:] if not of_now["revision"].endswith("-dirty") else []:
+        row = next(iter(Journal(csv, (), {}).rows), None)
+        if row is None or ("--quick" in row["command"]) != args.quick:
+            continue
+        if all(row[name] == of_now[name] for name in ("revision", "device")):
+            columns = [name for name in row if name not in ("case", "status", "failure", *of_now)]
+            journal = Journal(csv, columns, of_now)
+            journal.keep([row for row in journal.rows if row["status"] == PASS])
+            return csv
+    return None
 
 
 def run_processes(part: str, args: argparse.Namespace, csv: Path, report: Path) -> int:

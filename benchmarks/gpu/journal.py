@@ -89,9 +89,23 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
 
+    def keep(self, rows: list[Row]) -> None:
+        """Replacement of all rows by these; the file is never half written."""
+        self.rows = rows
+        draft = self.path.with_suffix(".draft")
+        with draft.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(self._columns)
+            writer.writerows([row.get(column, "") for column in self._columns] for row in rows)
+        draft.replace(self.path)
+
     def done(self) -> set[str]:
         """Names of the cases that have a row."""
         return {row["case"] for row in self.rows}
+
+    def find(self, case: str) -> Row | None:
+        """The row of a case that is done."""
+        return next((row for row in self.rows if row["case"] == case), None)
 
     def failed(self) -> list[str]:
         return [row["case"] for row in self.rows if row["status"] != PASS]
@@ -118,6 +132,8 @@ class Journal:
         unknown = sorted(set(full) - set(self._columns))
         if unknown:
             raise KeyError(f"no such column: {', '.join(unknown)}")
+        if self.find(case):  # of an earlier run, which this one repeats
+            self.keep([row for row in self.rows if row["case"] != case])
         self.rows.append(full)
         self._append([full.get(column, "") for column in self._columns])
         shown = " ".join(f"{name}={value}" for name, value in row.items() if value != "")

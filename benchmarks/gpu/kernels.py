@@ -32,20 +32,25 @@ COLUMNS = (
 PLAN_BOUND_US = 60.0
 PLAN_ROWS, PLAN_BLOCKS = 1024, 2048
 
-# query heads, KV heads, head size, dtype, FlashAttention
-SELF_TESTS = (
-    (32, 8, 128, torch.bfloat16, 3),
-    (32, 32, 128, torch.bfloat16, 3),
-    (8, 2, 128, torch.bfloat16, 3),
-    (8, 2, 128, torch.float16, 3),
-    (8, 1, 64, torch.float16, 3),
-    (16, 2, 256, torch.bfloat16, 3),
-    (32, 8, 128, torch.bfloat16, 2),
-    (8, 2, 96, torch.bfloat16, 2),
+# query heads, KV heads, head size, dtype, FlashAttention, other fields of `LayerShape`
+SELF_TESTS: tuple[tuple[int, int, int, torch.dtype, int, dict[str, Any]], ...] = (
+    (32, 8, 128, torch.bfloat16, 3, {}),
+    (64, 8, 64, torch.bfloat16, 3, {"sinks": torch.bfloat16}),
+    (32, 8, 128, torch.bfloat16, 3, {"fp8": True}),
+    (32, 8, 128, torch.bfloat16, 3, {"softcap": 30.0}),
+    (32, 32, 128, torch.bfloat16, 3, {}),
+    (8, 2, 128, torch.bfloat16, 3, {}),
+    (8, 2, 128, torch.float16, 3, {}),
+    (8, 1, 64, torch.float16, 3, {}),
+    (16, 2, 256, torch.bfloat16, 3, {}),
+    (32, 8, 128, torch.bfloat16, 2, {}),
+    (8, 2, 96, torch.bfloat16, 2, {}),
 )
 
 
-def self_test(heads: tuple[int, int, int], dtype: torch.dtype, version: int) -> Row:
+def self_test(
+    heads: tuple[int, int, int], dtype: torch.dtype, version: int, more: dict[str, Any]
+) -> Row:
     """The backend's own start-up test."""
     from vllm_relay.backend import self_test as backend
 
@@ -56,6 +61,7 @@ def self_test(heads: tuple[int, int, int], dtype: torch.dtype, version: int) -> 
         block_size=BLOCK,
         dtype=dtype,
         fa_version=version,
+        **more,
     )
     failures = backend.run(layer, torch.device("cuda"))
     if failures:
@@ -174,6 +180,8 @@ def plan(
 
 def cases(quick: bool) -> Iterator[Case]:
     """All cases of the part, the most important first."""
+    from vllm_relay.ops.planning.launch import MAX_GROUPS
+
     replays = 5 if quick else REPLAYS
     made: list[Stopwatch] = []
 
@@ -185,10 +193,12 @@ def cases(quick: bool) -> Iterator[Case]:
     for version in (3, 2):
         yield Case(f"flash attention {version}", partial(varlen, version))
     yield Case("flash attention 3, fp16", partial(varlen, 3, torch.float16))
-    for heads, kv_heads, size, dtype, version in SELF_TESTS[: 1 if quick else None]:
-        name = f"self-test {heads}/{kv_heads}x{size} {str(dtype)[6:]} FA{version}"
-        yield Case(name, partial(self_test, (heads, kv_heads, size), dtype, version))
-    for partials, tokens in ((2, 64), (2, 1024), (4, 256)):
+    for heads, kv_heads, size, dtype, version, more in SELF_TESTS[: 3 if quick else None]:
+        name = " ".join(
+            [f"self-test {heads}/{kv_heads}x{size} {str(dtype)[6:]} FA{version}", *more]
+        )
+        yield Case(name, partial(self_test, (heads, kv_heads, size), dtype, version, more))
+    for partials, tokens in ((4, 256), (2, 64), (2, 1024))[: 1 if quick else None]:
         yield Case(
             f"relay fusion n={partials} T={tokens}", partial(fusion, partials, tokens, watch)
         )
@@ -197,6 +207,6 @@ def cases(quick: bool) -> Iterator[Case]:
     for r, b, groups in small:
         name = f"plan {r} x {b}, {groups} groups"
         yield Case(name, partial(plan, r, b, groups, watch, heads=(32, 8, 128)))
-    for groups in (16, 0, 256):
+    for groups in () if quick else (16, 0, MAX_GROUPS):
         name = f"plan {rows} x {blocks}, {groups} groups"
         yield Case(name, partial(plan, rows, blocks, groups, watch, bound=PLAN_BOUND_US), 40)

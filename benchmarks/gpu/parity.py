@@ -139,6 +139,7 @@ def spec_of(run: Run, model: Path, cases: list[Row], cuda: bool = True) -> dict[
     }
     if cuda:
         engine["gpu_memory_utilization"] = 0.3
+        engine["kernel_config"] = {"enable_flashinfer_autotune": False}
     if run.graphs:
         sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256]
         engine["compilation_config"] = {"cudagraph_capture_sizes": sizes}
@@ -181,6 +182,13 @@ def run_all(
     left_out = [case["name"] for case in cases if case not in measured]
     bounds: dict[tuple[str, str], tuple[float, float]] = {}
     for run in runs:
+        done = [journal.find(f"{run.name}: {case['name']}") for case in measured]
+        if all(done):
+            for case, row in zip(measured, done, strict=True):
+                if run.system == "stock" and row["rms"]:
+                    bound = FACTOR * float(row["rms"]), FACTOR * float(row["p999"])
+                    bounds[run.dtype, case["name"]] = bound
+            continue
         if clock.left() < ENGINE_SECONDS:
             left_out.append(run.name)
             continue

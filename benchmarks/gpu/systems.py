@@ -12,12 +12,12 @@ from benchmarks.gpu.batches import BLOCK, Batch, shared_in_a_row
 from benchmarks.gpu.flash import Scheduled, attend_with, flash_attention, schedule, stock_attention
 from benchmarks.gpu.flash_check import context_part
 from benchmarks.gpu.timing import DecodeStep
+from vllm_relay.ops.planning.splits import processors_of, system_splits
 
 # Reads that a group has to save for relay to be expected.
 MIN_SAVED_TOKENS = 32768
-# Those of `vllm_relay.backend.cuda_history` and `cuda_impl`, restated: both import vLLM.
+# Those of `vllm_relay.backend.cuda_history`, restated: it imports vLLM.
 PROBE_STEPS, HEARD_AFTER = 8, 2
-SYSTEM_SPLITS = 16
 # vLLM's default in full graphs (flash_attn_max_num_splits_for_cuda_graph).
 GRAPH_SPLITS = 32
 
@@ -61,8 +61,11 @@ def relay_step(plan: Any, batch: Batch) -> Any:
 
 def scheduled(step: Any, batch: Batch) -> Any:
     """A planned step with FA3's schedules, as the backend has it in full graphs."""
-    dense = step.dense and Scheduled(step.dense, SYSTEM_SPLITS, None)
-    levels = [schedule(batch, part, SYSTEM_SPLITS) for part in step.levels]
+    tokens, heads, _ = batch.q.shape
+    processors = processors_of(batch.q.device)
+    splits = system_splits(tokens, heads, batch.k_cache.shape[2], processors, GRAPH_SPLITS)
+    dense = step.dense and Scheduled(step.dense, splits, None)
+    levels = [schedule(batch, part, splits) for part in step.levels]
     context = schedule(batch, step.context, GRAPH_SPLITS)
     return replace(step, levels=levels, context=context, dense=dense)
 

@@ -56,6 +56,49 @@ def test_all_parts_run_for_nine_minutes_by_default(monkeypatch: pytest.MonkeyPat
     assert args.out == ROOT / "benchmarks" / "results"
 
 
+def test_a_quick_run_alone_is_two_parts_of_two_minutes() -> None:
+    args = gpu_check.parse(["--quick"])
+    assert (args.parts, args.minutes) == (["kernels", "parity"], 2.0)
+    args = gpu_check.parse(["--quick", "op"])
+    assert (args.parts, args.minutes) == (["op"], 9.0)
+
+
+@pytest.mark.parametrize(
+    ("revision", "device", "command", "goes_on"),
+    [
+        ("abc", "H100", "python benchmarks/gpu_check.py op", True),
+        ("abc", "H100", "python benchmarks/gpu_check.py op --quick", False),
+        ("abc", "H200", "python benchmarks/gpu_check.py op", False),
+        ("abd", "H100", "python benchmarks/gpu_check.py op", False),
+        ("abc-dirty", "H100", "python benchmarks/gpu_check.py op", False),
+    ],
+)
+def test_a_part_goes_on_with_the_newest_csv_of_its_revision(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    revision: str,
+    device: str,
+    command: str,
+    goes_on: bool,
+) -> None:
+    source = {"revision": revision, "device": device, "command": command}
+    of_now = {"revision": revision if "dirty" in revision else "abc", "device": "H100"}
+    monkeypatch.setattr(gpu_check, "source", lambda: {**of_now, "command": "now"})
+    args = Namespace(out=tmp_path, quick=False)
+    assert gpu_check.left_by_an_earlier_run("op", args) is None
+    for name in ("gpu-op-1.csv", "gpu-op-2.csv", "gpu-kernels-3.csv"):
+        journal = Journal(tmp_path / name, ("us",), source)
+        journal.add("a case", {"us": 1})
+        journal.add("a case that failed", {"us": 2}, "why")
+    found = gpu_check.left_by_an_earlier_run("op", args)
+    assert found == (tmp_path / "gpu-op-2.csv" if goes_on else None)
+    journal = Journal(tmp_path / "gpu-op-2.csv", ("us",), source)
+    assert journal.done() == {"a case", *([] if goes_on else ["a case that failed"])}
+    journal.add("a case", {"us": 3})  # run again, as what another is held against
+    assert [row["us"] for row in Journal(journal.path, ("us",), source).rows][-1] == "3"
+    assert len(journal.rows) == (1 if goes_on else 2)
+
+
 def test_arguments_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OUT", str(tmp_path))
     args = gpu_check.parse(["op", "kernels", "op", "--quick", "--minutes", "2", "--cases", "a*"])
@@ -175,7 +218,7 @@ def test_a_part_that_lost_its_device_is_started_again(
         f"sys.exit({statuses}[len(log.read_text()) - 1])\n"
     )
     monkeypatch.setattr(gpu_check, "__file__", str(script))
-    args = Namespace(out=tmp_path, minutes=1, quick=False, cases=[])
+    args = Namespace(out=tmp_path, minutes=1, quick=False, cases=[], resume=False)
     trouble = gpu_check.drive("op", args)
     assert trouble[-1:] == (["ended before its last case"] if statuses[-1] else [])
     assert [len(log.read_text()) for log in tmp_path.glob("*.csv")] == [len(statuses)]
@@ -187,7 +230,7 @@ def test_a_part_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(gpu_check, "__file__", str(script))
     monkeypatch.setattr(gpu_check, "OVERTIME", 0.0)
     begun = time.monotonic()
-    args = Namespace(out=tmp_path, minutes=0.01, quick=True, cases=["x"])
+    args = Namespace(out=tmp_path, minutes=0.01, quick=True, cases=["x"], resume=False)
     assert gpu_check.drive("op", args) == ["ended before its last case"]
     assert time.monotonic() - begun < 20
 
@@ -245,7 +288,7 @@ def test_the_last_line_names_what_a_part_that_was_ended_had_written(
         return 1
 
     monkeypatch.setattr(gpu_check, "run_processes", ended)
-    found = gpu_check.drive("op", Namespace(out=tmp_path))
+    found = gpu_check.drive("op", Namespace(out=tmp_path, resume=False))
     assert found == ["missed: slow (MISSED: b)", "ended before its last case"]
 
 

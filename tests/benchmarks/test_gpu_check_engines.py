@@ -223,6 +223,9 @@ def test_engines_on_the_cpu_pass_and_a_planted_error_is_seen(
         spec["engine"]["max_num_seqs"] = 16
         return spec
 
+    # Ended after the first engine; the next run goes on with the others.
+    journal = journal_in(tmp_path, *parity.COLUMNS)
+    assert parity.run_all(runs[:1], cases, model, tmp_path, journal, later(), on_cpu) == []
     journal = journal_in(tmp_path, *parity.COLUMNS)
     assert parity.run_all(runs, cases, model, tmp_path, journal, later(), on_cpu) == []
     rows = rows_in(tmp_path)
@@ -247,18 +250,23 @@ def test_decode_is_timed_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         engine.EngineSetup(name, backend, "v1", settings, graphs=False)
         for name, backend in (("stock", "CPU_ATTN"), ("relay", "RELAY"))
     ]
-    left_out = engine.run_model(
-        "llama-3-8b",
-        model,
-        systems,
-        cases,
-        Ceilings(1e12, 1e12, 1e15),
-        tmp_path,
-        journal_in(tmp_path, *engine.COLUMNS),
-        later(),
-        cuda=False,
-    )
+
+    def run() -> list[str]:
+        return engine.run_model(
+            "llama-3-8b",
+            model,
+            systems,
+            cases,
+            Ceilings(1e12, 1e12, 1e15),
+            tmp_path,
+            journal_in(tmp_path, *engine.COLUMNS),
+            later(),
+            cuda=False,
+        )
+
+    left_out = run()
     rows = rows_in(tmp_path)
+    assert run() == [] and rows_in(tmp_path) == rows  # all is done
     assert left_out == [] and [row["failure"] for row in rows] == [""] * 4
     assert all(float(row["tok_s_min"]) <= float(row["tok_s"]) for row in rows)
     assert [int(row["steps_relayed"]) > engine.LAG for row in rows] == [False, False, True, False]

@@ -111,11 +111,10 @@ def test_partials_of_flash_attention_are_checked(monkeypatch: pytest.MonkeyPatch
 
 
 def test_restated_constants_are_those_of_the_backend() -> None:
-    from vllm_relay.backend import cuda_history, cuda_impl
+    from vllm_relay.backend import cuda_history
 
     assert systems.PROBE_STEPS == cuda_history.PROBE_STEPS
     assert systems.HEARD_AFTER == cuda_history.HEARD_AFTER
-    assert systems.SYSTEM_SPLITS == cuda_impl.SYSTEM_SPLITS
 
 
 def test_windows_begin_when_relay_has_begun_and_end_before_the_requests_do() -> None:

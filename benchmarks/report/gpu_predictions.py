@@ -1,0 +1,185 @@
+"""The tables of predictions in docs/cuda.md, from the cost model of GPUs (`sharing.gpu`).
+
+    python benchmarks/report/gpu_predictions.py          # writes them between their marks
+
+Nothing is measured here. Measurements that others published of the same shapes stand beside the
+model's predictions of them.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+
+from benchmarks.harness.environment import ROOT
+from benchmarks.harness.result_csv import read
+from benchmarks.report.markdown import table
+from benchmarks.report.published import PUBLISHED
+from vllm_relay.sharing import Planner
+from vllm_relay.sharing.gpu import GPUS, Gpu, gpu_costs
+
+PAGE = ROOT / "docs" / "cuda.md"
+BEGIN, END = "<!-- predictions: begin -->\n", "<!-- predictions: end -->\n"
+BLOCK_SIZE = 16
+# Tokens that each request has of its own.
+OWN = 512
+# (shared tokens, requests)
+STEPS = ((2048, 32), (2048, 256), (8192, 32), (8192, 128), (32768, 64))
+# Bytes of memory, nine tenths of which hold weights and KV.
+GENERATIONS = {"A100": 80e9, "L40S": 48e9, "H100": 80e9, "H200": 141e9, "B200": 180e9}
+# A gain below it is none.
+PAYS = 1.01
+# A100s of a lower bandwidth: Hydragen's, and FlashInfer's.
+A100_40GB = replace(GPUS["A100"], memory=1.555e12)
+A100_PCIE = replace(GPUS["A100"], memory=1.935e12)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model on one rank.
+
+    Attributes:
+        layers: that share; windows of 128 tokens do not. heads, kv_heads, head_size: of the rank.
+        weights: bytes that a step reads of them; of experts those that its tokens choose.
+    """
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    weights: float
+    experts: float = 0.0
+    chosen: float = 0.0  # share of the experts that a token chooses
+
+    def read(self, rows: int) -> float:
+        """Bytes of weights that a step of so many tokens reads."""
+        return self.weights + self.experts * (1 - (1 - self.chosen) ** rows)
+
+    def held(self, rows: int, shared: int) -> float:
+        """Bytes of weights, and of KV that is stored once."""
+        tokens = shared + rows * OWN
+        kv = 2 * self.layers * self.kv_heads * self.head_size * 2
+        return self.weights + self.experts + tokens * kv
+
+
+MODELS = {
+    "Llama-3-8B": Model(layers=32, heads=32, kv_heads=8, head_size=128, weights=16.1e9),
+    "Qwen3-32B": Model(layers=64, heads=64, kv_heads=8, head_size=128, weights=65.5e9),
+    "Llama-3-70B, 1 of 8 ranks": Model(
+        layers=80, heads=8, kv_heads=1, head_size=128, weights=141.2e9 / 8
+    ),
+    "gpt-oss-20b": Model(
+        layers=12, heads=64, kv_heads=8, head_size=64,
+        weights=3.6e9, experts=10.2e9, chosen=4 / 32,
+    ),
+}  # fmt: skip
+
+
+@cache
+def attention(
+    gpu: Gpu, heads: int, kv_heads: int, head_size: int, rows: int, shared: int, own: int
+) -> tuple[float, float]:
+    """Seconds per layer of vLLM's own attention and of what relay chooses."""
+    planner = Planner(BLOCK_SIZE, gpu_costs(gpu, heads, kv_heads, head_size), max_levels=1)
+    blocks = shared // BLOCK_SIZE
+    mine = np.arange(rows * -(-own // BLOCK_SIZE), dtype=np.int32).reshape(rows, -1) + blocks + 1
+    prefix = np.tile(np.arange(1, blocks + 1, dtype=np.int32), (rows, 1))
+    lens = np.full(rows, blocks * BLOCK_SIZE + own, dtype=np.int32)
+    choice = planner.plan(np.hstack([prefix, mine]), lens, np.ones_like(lens))
+    return choice.stock, min(choice.stock, choice.relay)
+
+
+def gains(gpu: Gpu, model: Model, rows: int, shared: int) -> tuple[float, float]:
+    """Speed-up of attention and of the whole step, without sampling and what the host adds."""
+    shape = (model.heads, model.kv_heads, model.head_size)
+    stock, relay = attention(gpu, *shape, rows, shared, OWN)
+    rest = model.read(rows) / gpu.memory
+    step = (rest + model.layers * stock) / (rest + model.layers * relay)
+    return stock / relay, step
+
+
+def break_even(gpu: Gpu, model: Model, shared: int) -> int:
+    """Fewest requests for which relay is predicted to be faster."""
+    return next(n for n in range(2, 4096) if gains(gpu, model, n, shared)[0] > PAYS)
+
+
+def predictions() -> Iterator[list[str]]:
+    for name, model in MODELS.items():
+        for key, memory in GENERATIONS.items():
+            cells = []
+            for shared, rows in STEPS:
+                attention_gain, step_gain = gains(GPUS[key], model, rows, shared)
+                cells.append(f"{attention_gain:.1f} / {step_gain:.2f}")
+                if model.held(rows, shared) > 0.9 * memory:
+                    cells[-1] = "-"
+            if any(cell != "-" for cell in cells):
+                yield [name, key, *cells, str(break_even(GPUS[key], model, 8192))]
+
+
+def published() -> Iterator[list[str]]:
+    """Speed-ups of others, and the model's; the last column is how far it is off."""
+    for row in read(PUBLISHED, text=()):
+        rows, shared = int(row["requests"]), int(row["prefix_tokens"])
+        if row["of"] == "attention of one layer":
+            # 32 heads of 128, as Llama-2-7B.
+            stock, ours = attention(
+                GPUS["A40"], 32, 32, 128, rows, shared, int(row["context_tokens"])
+            )
+            theirs = row["vllm"] / row["shared_attention"]
+        elif row["of"] == "decode, Hydragen":
+            # CodeLlama-13b: 40 layers of 40 heads, on 8 ranks. What is not attention is measured;
+            # 128 tokens are made, so that a request has 64 of its own on average.
+            each = attention(A100_40GB, 5, 5, 128, rows, shared, 64)
+            rest = rows / (1e3 * row["no_attention"])
+            stock, ours = (rest + 40 * seconds for seconds in each)
+            theirs = row["shared_attention"] / row["vllm"]
+        elif row["of"] == "attention of one layer, FlashInfer":
+            gpu = A100_PCIE if "A100" in row["hardware"] else GPUS["H100"]
+            stock, ours = attention(gpu, 32, 32, 128, rows, shared, int(row["context_tokens"]))
+            theirs = row["shared_attention"] / row["vllm_prefix_sharing"]
+        else:
+            continue
+        off = max(stock / ours / theirs, theirs * ours / stock)
+        own = row["context_tokens"] or 64
+        yield [row["of"], row["hardware"], f"{rows:,}", f"{shared:,}", f"{own:,}",
+               f"{theirs:.1f}", f"{stock / ours:.1f}", f"{off:.2f}"]  # fmt: skip
+
+
+def text() -> str:
+    """Everything between the marks."""
+    steps = [f"{shared // 1024}K \u00d7 {rows}" for shared, rows in STEPS]
+    headings = ["model", "GPU", *steps, "requests for a gain, 8K"]
+    made = table(headings, predictions())
+    columns = ["published", "hardware", "requests", "prefix tokens", "own tokens", "measured"]
+    rows = list(published())
+    beside = table([*columns, "predicted", "off by"], rows)
+    met = sum(float(row[-1]) <= 1.5 for row in rows)
+    return (
+        "Predicted, not measured: decode steps of requests with a shared prefix and "
+        f"{OWN} tokens of their own, in CUDA graphs; speed-up of attention / of the step (weights "
+        "and attention). A dash: weights and KV do not fit. A100 and L40S have "
+        "FlashAttention 2, where relay is off unless asked for, and slower than this.\n\n"
+        f"{made}\n"
+        "Speed-ups that others measured, and the model's prediction of the same steps; "
+        f"{met} of {len(rows)} are within a factor of 1.5. FlashInfer's are of its own kernels, "
+        "with cascade and without: on the A100 the model has them, on the H100 it promises 1.5 to "
+        "2.1 times more, of kernels of early 2024 that were not made for that GPU. The papers' are "
+        "over vLLM 0.2.6 and 0.2.7, whose paged kernel was slower than the FlashAttention that the "
+        "model is of, and all the more where many requests read one prefix: the model promises "
+        "less than they measured.\n\n"
+        f"{beside}"
+    )
+
+
+def main() -> None:
+    before, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(before + BEGIN + text() + END + rest.split(END)[1])
+
+
+if __name__ == "__main__":
+    main()
