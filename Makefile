@@ -8,6 +8,8 @@ SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 # The model lies on the disk, and the engine has nobody to report to.
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
+# Engines start faster from compiled modules.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help env model sources demo test test-fast test-engines soak check bench bench-full clean

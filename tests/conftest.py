@@ -14,6 +14,8 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # Test processes run side by side. Several threads of each wait for one another at the end of every
 # parallel loop: an engine takes four times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Every engine imports thousands of modules; compiled once, in the first.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # With several test processes: engines pin themselves to cores, all to the same ones unless told.
 _worker = os.environ.get("PYTEST_XDIST_WORKER")
 if _worker:

@@ -91,6 +91,7 @@ class Case:
     Attributes:
         write: writes the model into a folder, and returns where it is. tokens: of the model, to
             make prompts of. tree: prompts of a tree, else three groups. steps: tokens to produce.
+        blocks: of the KV cache. Pages of memory that no request needs take seconds, too.
         bf16, fp32: planted in the runs of this dtype.
     """
 
@@ -98,6 +99,7 @@ class Case:
     tokens: Callable[[Path], np.ndarray] = random_tokens
     tree: bool = False
     steps: int = STEPS
+    blocks: int = 320
     bf16: Sequence[str] = ("block", "layout")
     fp32: Sequence[str] = ("lse", "context-lse")
 
@@ -121,6 +123,7 @@ def check(case: Case, tmp_path: Path) -> None:
             "max_num_seqs": 64,
             "max_num_batched_tokens": 1024,
             "block_size": BLOCK,
+            "num_gpu_blocks_override": case.blocks,
             "dtype": dtype,
             **engine,
         }

@@ -36,6 +36,7 @@ def test_answers_are_those_of_vllms_own_backend(tmp_path: Path) -> None:
         "max_num_seqs": 8,
         "max_num_batched_tokens": 2048,
         "block_size": 32,
+        "num_gpu_blocks_override": 128,
         "dtype": "float32",
     }
     spec = {"warm_up": [first, second], "prompts": prompts, "force": None}

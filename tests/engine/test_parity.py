@@ -21,4 +21,12 @@ def test_a_tree_of_prompts_in_a_model_with_gqa(tmp_path: Path) -> None:
 
 
 def test_three_groups_in_a_real_model(tmp_path: Path) -> None:
-    check(Case(write=lambda _: SMOLLM2, tokens=text_tokens), tmp_path)
+    real = Case(
+        write=lambda _: SMOLLM2,
+        tokens=text_tokens,
+        steps=16,
+        blocks=120,
+        bf16=("block",),
+        fp32=("context-lse",),
+    )
+    check(real, tmp_path)

@@ -73,6 +73,7 @@ def _engine(model: Path, **engine: Any) -> dict[str, Any]:
             "model": str(model),
             "skip_tokenizer_init": True,
             "max_model_len": 2048,
+            "num_gpu_blocks_override": 128,
             "additional_config": SETTINGS,
             **engine,
         },

@@ -43,6 +43,7 @@ def _engine(model: Path, *files: Path, **more: Any) -> dict[str, Any]:
         "model": str(model),
         "skip_tokenizer_init": True,
         "max_model_len": 2048,
+        "num_gpu_blocks_override": 128,
         "attention_backend": "relay",
         "additional_config": {"relay": settings},
         **more,

@@ -19,8 +19,8 @@ from vllm_relay.system_kv.file import SystemKVFile
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-STEPS = 16
-MAX_MODEL_LEN = 5120
+STEPS = 10
+MAX_MODEL_LEN = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +80,10 @@ class Service:
 
 
 def test_the_first_and_the_fiftieth_request_answer_as_without_the_file(tmp_path: Path) -> None:
-    service = Service(folder=tmp_path, tokens=4000, requests=50)
+    service = Service(folder=tmp_path, tokens=1500, requests=50)
     file = service.build("float32")
     stored = SystemKVFile(file).manifest.tokens
-    assert stored >= 4000
+    assert stored >= 1500
     exact = service.answers("float32")
     assert exact["cached"][0] == 0
     loaded = service.answers("float32", file)
@@ -95,7 +95,7 @@ def test_the_first_and_the_fiftieth_request_answer_as_without_the_file(tmp_path:
 
 
 def test_in_bf16_a_file_brings_no_more_than_rounding(tmp_path: Path) -> None:
-    service = Service(folder=tmp_path, tokens=1000, requests=12)
+    service = Service(folder=tmp_path, tokens=500, requests=8)
     exact = service.answers("float32")
     force = exact["tokens"]
     bound = 2 * distances(service.answers("bfloat16", force=force), exact)

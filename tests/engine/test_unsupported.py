@@ -41,6 +41,7 @@ def test_stock_answers_alike_with_one_line_and_relay_is_one_error(
             "model": str(model),
             "skip_tokenizer_init": True,
             "max_model_len": 1024,
+            "num_gpu_blocks_override": 64,
             "dtype": "float32",
         },
         "warm_up": [PREFIX],
