@@ -28,10 +28,8 @@ class Run:
     workers: int = 1
 
 
-CUDA = "tests/triton/cuda"
 RUNS = {
-    "cuda": Run(args=[CUDA]),
-    **{f"cuda-{version}": Run(args=[CUDA, "--vllm", version]) for version in WHEELS},
+    **{f"cuda-{version}": Run(args=["tests/triton/cuda", "--vllm", version]) for version in WHEELS},
     "interpreted": Run(args=["tests/triton/interpreted"]),
     "compiled": Run(args=["tests/triton/compiled"]),
     "unit": Run(args=["tests/unit"], workers=JOBS),

@@ -65,12 +65,14 @@ class Finished:
     """Result of one batch.
 
     Attributes:
-        seconds: from its submission. tokens: generated. cached: prompt tokens found in the prefix
-            cache. answers: in prompt order. decode_tok_s: tokens per second from the moment that
-            every request has its second token.
+        seconds: from its submission. prefill_seconds: of them, until every request had a token.
+        tokens: generated. cached: prompt tokens found in the prefix cache. answers: in prompt
+            order. decode_tok_s: tokens per second from the moment that every request has its second
+            token.
     """
 
     seconds: float
+    prefill_seconds: float
     tokens: int
     cached: int
     answers: list[Answer]
@@ -140,11 +142,12 @@ class Engine:
                 temperature=0, max_tokens=length, ignore_eos=True, detokenize=False, logprobs=2
             )
             engine.add_request(str(self._requests), {"prompt_token_ids": prompt}, params)
-        begun, counted = 0.0, 0
+        first, begun, counted = 0.0, 0.0, 0
         while engine.has_unfinished_requests():
             for output in engine.step():
                 outputs[output.request_id] = output.outputs[0]
                 cached[output.request_id] = output.num_cached_tokens or 0
+            first = first or (time.perf_counter() if len(outputs) == len(prompts) else 0.0)
             if not begun and len(outputs) == len(prompts):
                 made = [len(o.token_ids) for o in outputs.values()]
                 if min(made) >= 2:
@@ -159,6 +162,7 @@ class Engine:
             )
         return Finished(
             ended - started,
+            first - started,
             tokens,
             sum(cached.values()),
             [list(map(with_lead, o.token_ids, o.logprobs)) for o in in_order],

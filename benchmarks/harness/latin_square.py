@@ -30,13 +30,14 @@ class Measured:
     """Times of one workload per system, over rounds in which all had the same prompts.
 
     Attributes:
-        seconds, decode_tok_s: system -> a value per round. tokens: generated in a round.
+        seconds, prefill_seconds, decode_tok_s: system -> a value per round. tokens: of a round.
         distances: system -> distance from the baseline's answers, the largest of all rounds.
         counted: relay system -> its counters over the rounds, see `vllm_relay.metrics.counters`.
         right: system -> right answers in the last round.
     """
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    prefill_seconds: dict[str, list[float]] = field(default_factory=dict)
     decode_tok_s: dict[str, list[float]] = field(default_factory=dict)
     tokens: int = 0
     distances: dict[str, Distance] = field(default_factory=dict)
@@ -159,6 +160,7 @@ def compare(
             if number:
                 spent += done.seconds
                 measured.seconds.setdefault(key, []).append(done.seconds)
+                measured.prefill_seconds.setdefault(key, []).append(done.prefill_seconds)
                 measured.decode_tok_s.setdefault(key, []).append(done.decode_tok_s)
         if workload.right:
             measured.right = {key: workload.right(found) for key, found in answers.items()}

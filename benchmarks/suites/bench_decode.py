@@ -43,8 +43,8 @@ from vllm_relay.serving.agreement import WrongAnswers
 KEYS = ("stock", "relay", "no-attention")
 
 
-def make_workload(requests: int, shared: int, own: int, steps: int) -> Workload:
-    """Requests under one prefix, the same in every round: only decode is timed."""
+def make_workload(requests: int, shared: int, own: int, steps: int, prefill: bool) -> Workload:
+    """Requests under one prefix, the same in every round: with `prefill` not in any cache."""
     rng = np.random.default_rng(shared)
     prefix = rng.integers(3, VOCABULARY, shared).tolist()
     prompts = [prefix + rng.integers(3, VOCABULARY, own).tolist() for _ in range(requests)]
@@ -53,7 +53,7 @@ def make_workload(requests: int, shared: int, own: int, steps: int) -> Workload:
         return prompts, [steps] * requests
 
     columns = {"requests": requests, "shared_tokens": shared, "own_tokens": own}
-    return Workload(columns, make_round)
+    return Workload(columns, make_round, forget=prefill)
 
 
 def row_of(
@@ -93,10 +93,23 @@ def row_of(
         "ratio": round(statistics.median(ratios), 4),
         "ratio_min": round(min(ratios), 4),
         "ratio_max": round(max(ratios), 4),
+        **(prefill_columns(measured.prefill_seconds) if args.prefill else {}),
         "steps_relayed": counted["steps_relayed"],
         "kv_gib_not_read": round(counted["kv_bytes_not_read"] / 2**30, 2),
         "logprob_rms": round(measured.distances["relay"].rms, 5),
         "logprob_worst": round(measured.distances["relay"].worst, 5),
+    }
+
+
+def prefill_columns(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """Medians, and that of the ratio of relay's time to vLLM's."""
+    stock, relay = seconds["stock"], seconds["relay"]
+    return {
+        "stock_prefill_s": round(statistics.median(stock), 4),
+        "relay_prefill_s": round(statistics.median(relay), 4),
+        "prefill_time_ratio": round(
+            statistics.median(r / s for r, s in zip(relay, stock, strict=True)), 4
+        ),
     }
 
 
@@ -115,6 +128,9 @@ def show(console: Console, rows: list[dict[str, Any]]) -> None:
         "logprob rms",
     ):
         table.add_column(heading, justify="right")
+    prefill = "prefill_time_ratio" in rows[0]
+    if prefill:
+        table.add_column("prefill time", justify="right")
     for r in rows:
         table.add_row(
             str(r["requests"]),
@@ -127,6 +143,7 @@ def show(console: Console, rows: list[dict[str, Any]]) -> None:
             f"{r['ratio_min']:.3f} to {r['ratio_max']:.3f}",
             f"{r['kv_gib_not_read']:,.1f} GiB",
             f"{r['logprob_rms']:.4f}",
+            *([f"{r['prefill_time_ratio']:.3f}"] if prefill else []),
         )
     console.print(table)
 
@@ -162,6 +179,9 @@ def main(argv: list[str] | None = None) -> int:
         "--model", type=Path, help="folder of a real model in place of a random one"
     )
     parser.add_argument("--min-saved-tokens", type=int, help="the setting of that name")
+    parser.add_argument(
+        "--prefill", action="store_true", help="time the prompts too: every round computes them"
+    )
     args = parser.parse_args(argv)
     console = make_console()
     settings = {} if args.min_saved_tokens is None else {"min_saved_tokens": args.min_saved_tokens}
@@ -186,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
             started: dict[str, Engine] = stack.enter_context(
                 engines(model, KEYS, limits, settings=settings, report=report)
             )
-        for workload in (make_workload(*numbers, args.steps) for numbers in given):
+        for workload in (make_workload(*numbers, args.steps, args.prefill) for numbers in given):
             try:
                 measured = checked(started, workload, args, console)
             except WrongAnswers as error:

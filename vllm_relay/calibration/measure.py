@@ -25,6 +25,7 @@ from vllm_relay.sharing.cost_store import Constants, cpu_name
 NO_GROUPS = 10**12
 # Fewer rounds, or a larger median error, make a guess of a measurement.
 LEAST_ROUNDS, MOST_ERROR = 3, 0.4
+_OF_KERNELS = 0.7
 # The terms of a kernel, in the order of `_work`.
 _TERMS = ("call", "token", "first", "read", "far", "pair")
 
@@ -39,7 +40,7 @@ class Effort:
             several: with several query tokens per request, which read it once.
         segments: (queries, KV tokens) of a group. fusions: (partials, tokens).
         whole: steps that show the cost of groups beyond their kernels.
-        seconds: of each of the two parts, the kernels and whole steps; one round at least.
+        seconds: `_OF_KERNELS` of them for kernels, the rest for whole steps; a round at least.
     """
 
     rounds: int
@@ -60,7 +61,7 @@ def _unshared(*steps: tuple[int, int]) -> tuple[Shape, ...]:
 
 QUICK = Effort(
     rounds=5,
-    seconds=2.0,
+    seconds=4.0,
     kv_bytes=96 << 20,
     alone=_unshared((1, 128), (1, 2048), (8, 128), (8, 1024), (32, 16), (32, 256)),
     sharing=(Shape(8, 512, 16), Shape(32, 512, 16), Shape(32, 2048, 16), Shape(8, 4096, 16)),
@@ -71,7 +72,7 @@ QUICK = Effort(
 )
 THOROUGH = Effort(
     rounds=7,
-    seconds=60.0,
+    seconds=120.0,
     kv_bytes=2 << 30,
     alone=_unshared(
         (1, 128), (1, 2048), (4, 512), (8, 128), (8, 2048), (32, 16), (32, 512), (64, 128)
@@ -154,7 +155,7 @@ def measure(probe: Probe, effort: Effort) -> Measurement:
         "copy": ([[copied * block * kv]], [kernels.copy(probe, copied)]),
     }
     calls = [call for _, of_kernel in kernels_of.values() for call in of_kernel]
-    times = probe.rounds(calls, effort.rounds, seconds=effort.seconds)
+    times = probe.rounds(calls, effort.rounds, seconds=_OF_KERNELS * effort.seconds)
     taken = iter(map(statistics.median, times))
     fitted, errors = {}, {}
     for name, (work, of_kernel) in kernels_of.items():
@@ -246,7 +247,7 @@ def _rest(probe: Probe, effort: Effort, costs: Costs) -> tuple[float, float]:
         choice = planner.plan(common.block_table_tensor.numpy(), common.seq_lens.numpy(), queries)
         none = Forest((), shape.rows, probe.block)
         expected.append([predict(forest, choice.shape, costs) for forest in (choice.forest, none)])
-    times = probe.rounds(calls, effort.rounds, seconds=effort.seconds)
+    times = probe.rounds(calls, effort.rounds, seconds=(1 - _OF_KERNELS) * effort.seconds)
     taken = np.median(times, axis=1).reshape(-1, 2)
     predicted = np.array(expected)
     more = (taken[:, 0] - taken[:, 1]) - (predicted[:, 0] - predicted[:, 1])

@@ -94,8 +94,8 @@ class Probe:
         some = torch.randn(min(blocks, 64), *of_block).to(shape.dtype)
         for part in self.cache.split(64):  # numbers take longer to make than to copy
             part.copy_(some[: len(part)])
-        caches = max(cache_bytes(3), torch.get_num_threads() * cache_bytes(2))
-        self._flush = torch.zeros(max(2 * caches, _FLUSH_BYTES) // 4)
+        caches = cache_bytes(3) + torch.get_num_threads() * cache_bytes(2)
+        self._flush = torch.zeros(max(caches, _FLUSH_BYTES) // 4)
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property

@@ -30,8 +30,11 @@ FP8 = torch.float8_e4m3fn
 
 def make_config(folder: Path, graphs: str = "FULL_AND_PIECEWISE", **relay: Any) -> VllmConfig:
     """The engine's own, for a CUDA graph mode that its CPU platform would switch off."""
+    model = folder / "model"
+    if not model.exists():
+        write_random_model(model, HEADS, KV_HEADS, HEAD_SIZE)
     config = EngineArgs(
-        model=str(write_random_model(folder / "model", HEADS, KV_HEADS, HEAD_SIZE)),
+        model=str(model),
         skip_tokenizer_init=True,
         dtype="float32",
         max_model_len=MAX_LEN,
