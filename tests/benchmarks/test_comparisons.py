@@ -85,7 +85,7 @@ def test_decode_is_measured_and_the_report_names_what_gains_little(
     results: Path, shared: None, model: Path
 ) -> None:
     options = "--shared 256 128 0 --also 1 256 8 --also 2 128 300 --own 8 --requests 4 --steps 4"
-    given = [*options.split(), "--repeats", "2", "--model", str(model), "--save"]
+    given = [*options.split(), "--repeats", "2", "--prefill", "--model", str(model), "--save"]
     assert bench_decode.main(given) == 0
     path, rows = read(results, "decode")
     assert [(row["requests"], row["shared_tokens"], row["own_tokens"]) for row in rows] == [
@@ -94,6 +94,7 @@ def test_decode_is_measured_and_the_report_names_what_gains_little(
     ]
     for row in rows:
         assert float(row["no_attention_tok_s"]) > 0 and float(row["ratio"]) > 0
+        assert float(row["stock_prefill_s"]) > 0 and float(row["prefill_time_ratio"]) > 0
         assert 0 <= float(row["logprob_rms"]) < 0.1
     report = assert_reported(results, path)
     for kind in ("One request", "Short prefix", "Contexts longer than", "Nothing shared"):
