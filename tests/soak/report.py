@@ -1,6 +1,7 @@
 """``python -m tests.soak.report``: docs/reliability.md from the parts' docstrings and CSVs.
 
-A part is shown by the rows of the revision that its CSV's last row has.
+A part is shown by the rows of the newest revision at which it was run whole, or else of its CSV's
+last row.
 """
 
 import importlib
@@ -36,8 +37,7 @@ def _section(part: str) -> str:
     lines = [f"## {title}", "", text[0].upper() + text[1:], ""]
     if not path.exists():
         return "\n".join([*lines, "Not run yet.", ""])
-    rows = read(path)
-    rows = [row for row in rows if row["revision"] == rows[-1]["revision"]]
+    rows = _newest(read(path), module.CHUNKS)
     last = rows[-1]
     minutes = sum(row["seconds"] for row in rows) / 60
     where = f"{last['device']}, {last['cores']} cores, vLLM {last['vllm']}"
@@ -51,6 +51,13 @@ def _section(part: str) -> str:
     ]
     lines += [f"| {name.replace('_', ' ')} | {value:,} |" for name, value in _totals(rows).items()]
     return "\n".join([*lines, ""])
+
+
+def _newest(rows: list[Row], chunks: int) -> list[Row]:
+    of: dict[str, list[Row]] = {}
+    for row in reversed(rows):
+        of.setdefault(row["revision"], []).insert(0, row)
+    return next((found for found in of.values() if len(found) == chunks), next(iter(of.values())))
 
 
 def _totals(rows: list[Row]) -> dict[str, Any]:
