@@ -147,11 +147,12 @@ class Engine:
             for output in engine.step():
                 outputs[output.request_id] = output.outputs[0]
                 cached[output.request_id] = output.num_cached_tokens or 0
-            first = first or (time.perf_counter() if len(outputs) == len(prompts) else 0.0)
             if not begun and len(outputs) == len(prompts):
+                now = time.perf_counter()
+                first = first or now
                 made = [len(o.token_ids) for o in outputs.values()]
                 if min(made) >= 2:
-                    begun, counted = time.perf_counter(), sum(made)
+                    begun, counted = now, sum(made)
         ended = time.perf_counter()
         in_order = [o for _, o in sorted(outputs.items(), key=lambda item: int(item[0]))]
         tokens = sum(len(o.token_ids) for o in in_order)

@@ -40,7 +40,8 @@ def _section(part: str) -> str:
     rows = _newest(read(path), module.CHUNKS)
     last = rows[-1]
     minutes = sum(row["seconds"] for row in rows) / 60
-    where = f"{last['device']}, {last['cores']} cores, vLLM {last['vllm']}"
+    devices = " and ".join(dict.fromkeys(row["device"] for row in rows))
+    where = f"{devices}, {last['cores']} cores, vLLM {last['vllm']}"
     csv = f"[CSV](../benchmarks/results/soak/{part}.csv)"
     lines += [
         f"{len(rows)} of {module.CHUNKS} chunks, {minutes:.0f} minutes, {where},",
@@ -54,6 +55,7 @@ def _section(part: str) -> str:
 
 
 def _newest(rows: list[Row], chunks: int) -> list[Row]:
+    """Rows of the newest revision that has all chunks, or else of the last row's."""
     of: dict[str, list[Row]] = {}
     for row in reversed(rows):
         of.setdefault(row["revision"], []).insert(0, row)
