@@ -54,10 +54,11 @@ class BenchWorker:
 
 @dataclass(frozen=True)
 class Limits:
-    """Capacity of every engine of a run."""
+    """Capacity of every engine of a run; ``kv_blocks``: of its KV cache, None: what fits."""
 
     max_model_len: int
     max_num_seqs: int
+    kv_blocks: int | None = None
 
 
 @dataclass
@@ -99,6 +100,7 @@ class Engine:
             skip_tokenizer_init=True,
             max_model_len=limits.max_model_len,
             max_num_seqs=limits.max_num_seqs,
+            num_gpu_blocks_override=limits.kv_blocks,
             enforce_eager=True,
             enable_prefix_caching=system.caching,
             worker_extension_cls="benchmarks.harness.engines.BenchWorker",

@@ -37,7 +37,11 @@ def started(model: Path) -> Iterator[dict[str, Engine]]:
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         keys = (*FOUR, "no-attention", "relay-1-level")
         with engines.engines(
-            model, keys, Limits(1024, 8), prefixes=[PREFIX], settings={"min_saved_tokens": 0}
+            model,
+            keys,
+            Limits(1024, 8, kv_blocks=80),
+            prefixes=[PREFIX],
+            settings={"min_saved_tokens": 0},
         ) as found:
             yield found
 
@@ -226,7 +230,7 @@ def test_engines_that_are_up_are_closed_when_another_does_not_start(
     keys = ("stock", "relay", "no-attention")
     with (
         pytest.raises(ValueError, match="no relay"),
-        engines.engines(SMOLLM2, keys, Limits(8, 1)),
+        engines.engines(SMOLLM2, keys, Limits(8, 1, kv_blocks=8)),
     ):
         pass
     assert sorted(closed) == ["no attention at all", "vLLM"] and dict(os.environ) == before
