@@ -138,7 +138,7 @@ def keep_all_cores() -> None:
 
 
 def capture_plain_graphs(graphs: "FullGraphs") -> None:
-    """Capture each full CUDA graph of runner V2 twice, with and without relay; choose at replay.
+    """Capture full CUDA graphs with relay of runner V2 without it, too; choose at replay.
 
     Why: a graph cannot know what its batches will share, and kernels that return at once still cost
     a few microseconds per layer.
@@ -155,17 +155,16 @@ def capture_plain_graphs(graphs: "FullGraphs") -> None:
             return stock(self, desc, *args, **kwargs)
 
     @wrap(manager, "capture")
-    def capture(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    def capture(stock: Any, self: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
         self._relay_plain_graphs = {}
-        result = stock(self, *args, **kwargs)
-        full = {mode: descs for mode, descs in self._capture_descs.items() if mode.name == "FULL"}
+        result = stock(self, graphs.watched(create_forward_fn), *args, **kwargs)
+        full = next((mode for mode in self._capture_descs if mode.name == "FULL"), None)
+        again = [desc for desc in self._capture_descs.get(full, ()) if desc in graphs.with_relay]
         # vLLM captures some graphs to measure their memory, and counts them (from 0.32 on).
-        measuring = getattr(self, "_max_full_descs_to_capture", None) is not None
-        if not graphs.wanted() or not full or measuring:
-            return result
-        with swapped(self, graphs={}, _capture_descs=full), graphs.capture_plain():
-            stock(self, *args, **kwargs)
-            self._relay_plain_graphs = self.graphs
+        if again and getattr(self, "_max_full_descs_to_capture", None) is None:
+            with swapped(self, graphs={}, _capture_descs={full: again}), graphs.capture_plain():
+                stock(self, create_forward_fn, *args, **kwargs)
+                self._relay_plain_graphs = self.graphs
         return result
 
 

@@ -60,7 +60,8 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
     """Plans each step once, on the GPU.
 
     Attributes:
-        layers: of the group, those with a `RelayImpl`. fa_versions: theirs, of FlashAttention.
+        layers: of the group and the target model, those with a `RelayImpl`. fa_versions: of
+            FlashAttention, theirs.
         planned: the last step was planned. shared: its layers are to be relayed.
         device_plan: made with the first planned step. history: what the planned steps shared.
     """
@@ -76,13 +77,10 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # It would move lengths on inside a graph, unseen by the plan (vLLM 0.33).
-        self.supports_draft_decode_metadata_update = False
         metrics.set_speaker(vllm_config.parallel_config.rank == 0)
         self._config = RelayConfig.from_additional_config(vllm_config.additional_config)
         scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
-        spec_tokens = speculative.num_speculative_tokens if speculative is not None else 0
-        self._decode_queries = 1 + (spec_tokens or 0)
+        self._decode_queries = 1 + (getattr(speculative, "num_speculative_tokens", None) or 0)
         self._max_rows = max(scheduler.max_num_seqs, self.max_cudagraph_size or 0)
         self._max_tokens = max(self._max_rows * self._decode_queries, MIXED_TOKENS)
         self._max_seq_len = vllm_config.model_config.max_model_len
@@ -100,7 +98,11 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         self._shapes: set[tuple[int, int]] = set()
         self._fallback = Fallback()
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        self.layers = [x for x in layers.values() if isinstance(x.impl, RelayImpl)]
+        ours = {name: x for name, x in layers.items() if isinstance(x.impl, RelayImpl)}
+        self.layers = cuda_support.target_layers(ours, vllm_config)
+        if self.layers:
+            # It would move lengths on inside a graph, unseen by the plan (vLLM 0.33).
+            self.supports_draft_decode_metadata_update = False
         self.fa_versions = {layer.impl.vllm_flash_attn_version for layer in self.layers}
         self._active = False
         try:

@@ -1,12 +1,12 @@
 """The choice between full CUDA graphs with relay and without, on vLLM's runner V2.
 
-`compat.capture_plain_graphs` captures every full graph twice. A step for which nothing was shared
-when the host last heard of it replays vLLM's own graph. Both graphs are right for a planned step;
-for a step that was not planned only vLLM's own is.
+`compat.capture_plain_graphs` captures every full graph with relay in it a second time. A step for
+which nothing was shared when the host last heard of it replays vLLM's own graph. Both graphs are
+right for a planned step; for a step that was not planned only vLLM's own is.
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,8 @@ class FullGraphs:
 
     Attributes:
         capturing_plain: True while graphs without relay are captured.
-        have_both: every full graph exists without relay, too: a step need not be planned then.
+        have_both: full graphs with relay exist without it, too: a step need not be planned then.
+        with_relay: vLLM's descriptions of the graphs with relay of the last capture.
     """
 
     def __init__(self) -> None:
@@ -28,6 +29,8 @@ class FullGraphs:
             weakref.WeakValueDictionary()
         )
         self.capturing_plain = self.have_both = False
+        self.with_relay: set[Any] = set()
+        self._running: Any = None
 
     def follow(self, builder: Any) -> None:
         """Take the plans of a builder into account; it replaces one of the same layers.
@@ -48,9 +51,31 @@ class FullGraphs:
             # Right without them, only slower where nothing is shared.
             metrics.say_once(f"full CUDA graphs are captured with relay only: {error}")
 
-    def wanted(self) -> bool:
-        """True if a builder plans, so that graphs without relay differ from those with it."""
-        return bool(self._builders)
+    def watched(self, create: Callable[..., Any]) -> Callable[..., Any]:
+        """vLLM's ``CreateForwardFn``, which notes in `with_relay` what passes of it relay.
+
+        A draft model's do not, nor do batches too small to save anything.
+        """
+        self.with_relay.clear()
+
+        def create_watched(desc: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+            forward = create(desc, *args, **kwargs)
+
+            def run(*args: Any) -> None:
+                self._running = desc
+                try:
+                    forward(*args)
+                finally:
+                    self._running = None
+
+            return run
+
+        return create_watched
+
+    def note_relay(self) -> None:
+        """Count the graph that is being captured, if any, among those with relay."""
+        if self._running is not None:
+            self.with_relay.add(self._running)
 
     @property
     def several(self) -> bool:

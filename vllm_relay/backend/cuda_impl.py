@@ -16,6 +16,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
+from vllm_relay.backend.cuda_graphs import graphs
 from vllm_relay.backend.cuda_support import has_fp8, layer_refusal
 from vllm_relay.ops.planning.splits import processors_of, system_splits
 from vllm_relay.ops.step.paged import paged_relay
@@ -187,6 +188,7 @@ class RelayImpl(FlashAttentionImpl):
         if plan is not None and self.refusal is None:
             try:
                 self._relay(layer, plan, query, kv_cache, output)
+                graphs.note_relay()
                 return output
             except Exception as error:
                 # A capture that failed is no graph; a graph without relay would lack a plan.

@@ -1,6 +1,6 @@
 """Engines and layers that the CUDA backend leaves to vLLM's own FlashAttention, with reasons."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,10 +30,11 @@ def engine_refusal(builder: Any, vllm_config: VllmConfig) -> str | None:
     group_window = getattr(builder.kv_cache_spec, "sliding_window", None) or 0
     windows = {window_of(layer.impl) for layer in builder.layers}
     checks = (
+        (draft_layers(vllm_config) is None, "a draft model whose layers vLLM does not name"),
         (
-            # Inside a captured graph a draft model's lengths move on after the plan was made.
-            speculative is not None and speculative.method not in compat.DRAFTS_WITHOUT_MODEL,
-            "speculative decoding with a draft model",
+            # The host does not know how many drafts of a request are verified.
+            getattr(speculative, "enable_adaptive_verification", False),
+            "adaptive verification of drafts",
         ),
         # vLLM 0.26 gives all layers the window of their group.
         (windows - {group_window}, f"a window of {group_window or 'all'} over layers of another"),
@@ -41,6 +42,38 @@ def engine_refusal(builder: Any, vllm_config: VllmConfig) -> str | None:
     )
     own = next((reason for applies, reason in checks if applies), None)
     return engine_support.engine_refusal(vllm_config, builder.kv_cache_spec) or own
+
+
+def draft_layers(vllm_config: VllmConfig) -> set[str] | None:
+    """Names of the draft model's layers, which is loaded by now; None if they cannot be told.
+
+    In a captured graph their lengths move on after the plan was made.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method in compat.DRAFTS_WITHOUT_MODEL:
+        return set()
+    try:
+        runner = compat.worker().model_runner
+    except RuntimeError:
+        return None
+    drafter = getattr(runner, "speculator", None) or getattr(runner, "drafter", None)
+    if drafter is None:  # a pipeline's stages before the last
+        return set()
+    names = getattr(drafter, "draft_attn_layer_names", None)
+    if names is None:  # runner V1
+        names = getattr(drafter, "_draft_attn_layer_names", None)
+    return names if names is None else set(names)
+
+
+def target_layers(layers: Mapping[str, Any], vllm_config: VllmConfig) -> list[Any]:
+    """The layers that are not a draft model's; those are left to vLLM.
+
+    They are in the groups of the target model's layers, and run on its metadata first.
+    """
+    drafts = draft_layers(vllm_config) or set()
+    for name in drafts & layers.keys():
+        layers[name].impl.refusal = "a draft model"
+    return [layer for name, layer in layers.items() if name not in drafts]
 
 
 def default_refusal(builder: Any, vllm_config: VllmConfig, config: RelayConfig) -> str | None:

@@ -1,5 +1,6 @@
 """A CUDA backend on CPU tensors: the real config, layers and builder, `reference_flash` kernels."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,34 +94,50 @@ class Buffers:
 
 
 class Bench:
-    """Two layers of one KV cache group, a builder for them, a cache full of random KV."""
+    """Two layers of one KV cache group, a builder for them, a cache full of random KV.
 
-    def __init__(self, config: VllmConfig, layers: int = 2, **attention: Any) -> None:
+    Args:
+        load_drafts: adds a draft model's layers by calling what it is given, once for each.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        layers: int = 2,
+        load_drafts: Callable[[Callable[[], None]], None] | None = None,
+        **attention: Any,
+    ) -> None:
         self.config, self.buffers = config, Buffers()
         backend = cuda.RelayBackend
-        with set_current_vllm_config(config):
-            self.layers = [
+        self.layers: list[Any] = []
+
+        def add_layer() -> None:
+            self.layers.append(
                 Attention(
                     HEADS,
                     HEAD_SIZE,
                     HEAD_SIZE**-0.5,
                     KV_HEADS,
                     cache_config=config.cache_config,
-                    prefix=f"model.layers.{i}.self_attn.attn",
+                    prefix=f"model.layers.{len(self.layers)}.self_attn.attn",
                     attn_backend=backend,
                     **attention,
                 )
-                for i in range(layers)
-            ]
-            spec = FullAttentionSpec(
+            )
+
+        with set_current_vllm_config(config):
+            for _ in range(layers):
+                add_layer()
+            if load_drafts is not None:
+                load_drafts(add_layer)
+            self.spec = FullAttentionSpec(
                 block_size=BLOCK,
                 num_kv_heads=KV_HEADS,
                 head_size=HEAD_SIZE,
                 dtype=torch.uint8 if config.cache_config.cache_dtype == "fp8" else torch.float32,
                 sliding_window=attention.get("per_layer_sliding_window"),
             )
-            names = [layer.layer_name for layer in self.layers]
-            self.builder = backend.get_builder_cls()(spec, names, config, torch.device("cpu"))
+            self.builder = self.make_builder(self.layers)
         generator = torch.Generator().manual_seed(0)
         shape = (BLOCKS, BLOCK, KV_HEADS, 2 * HEAD_SIZE)
         # NHD in memory, as vLLM's default on CUDA
@@ -131,6 +148,10 @@ class Bench:
                 layer._q_scale.fill_(0.5), layer._v_scale.fill_(0.5)
                 layer._k_scale = torch.tensor([0.25, 0.5])  # per head
             self.set_cache((self.cache * 4).to(FP8).view(torch.uint8))
+
+    def make_builder(self, layers: Sequence[Any]) -> cuda.RelayMetadataBuilder:
+        names = [layer.layer_name for layer in layers]
+        return cuda.RelayMetadataBuilder(self.spec, names, self.config, torch.device("cpu"))
 
     def set_cache(self, cache: Tensor) -> None:
         self.cache = cache

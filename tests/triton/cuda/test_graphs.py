@@ -145,7 +145,9 @@ def test_runner_v2_replays_graphs_without_relay_where_nothing_is_shared(folder, 
     bench = Bench(make_config(folder))
     replays = capture_graphs(manager, bench)
     assert graphs.have_both
-    assert set(manager.graphs) == set(manager._relay_plain_graphs) == {Desc(8), Desc(4), Desc(1)}
+    assert set(manager.graphs) == {Desc(8), Desc(4), Desc(1)}
+    # A single request shares nothing.
+    assert set(manager._relay_plain_graphs) == {Desc(8), Desc(4)}
     assert list(manager._capture_descs) == [CUDAGraphMode.FULL]
     shared, alone = Step(SHARED.rows, 8), Step(ALONE.rows, 8)
     steps = cuda_history.PROBE_STEPS + cuda_history.HEARD_AFTER + 2
