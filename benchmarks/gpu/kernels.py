@@ -31,6 +31,8 @@ COLUMNS = (
 # Limit on the plan's time at 1,024 rows x 2,048 blocks.
 PLAN_BOUND_US = 60.0
 PLAN_ROWS, PLAN_BLOCKS = 1024, 2048
+# Rows, blocks of each and groups of the plans checked with a whole layer's heads.
+PLANS = ((64, 128, 1), (256, 544, 16), (256, 544, 0))
 
 # query heads, KV heads, head size, dtype, FlashAttention, other fields of `LayerShape`
 SELF_TESTS: tuple[tuple[int, int, int, torch.dtype, int, dict[str, Any]], ...] = (
@@ -203,8 +205,7 @@ def cases(quick: bool) -> Iterator[Case]:
             f"relay fusion n={partials} T={tokens}", partial(fusion, partials, tokens, watch)
         )
     rows, blocks = PLAN_ROWS, PLAN_BLOCKS
-    small = ((64, 128, 1), (256, 544, 16), (256, 544, 0))
-    for r, b, groups in small:
+    for r, b, groups in PLANS:
         name = f"plan {r} x {b}, {groups} groups"
         yield Case(name, partial(plan, r, b, groups, watch, heads=(32, 8, 128)))
     for groups in () if quick else (16, 0, MAX_GROUPS):
