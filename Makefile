@@ -23,7 +23,7 @@ env:  ## virtual environment with the pinned engine, in .venv
 model: env  ## SmolLM2-135M-Instruct as a folder, in .models
 	@$(VENV)/bin/python tools/make_model.py
 
-sources: env  ## Python files of the oldest and the newest CUDA engine, in .engines
+sources: env  ## Python files of the oldest and the newest CUDA engine, and an older Triton, in .engines
 	@$(VENV)/bin/python tools/engine_sources.py
 
 demo: env model  ## serve the model stock and with relay, compare answers and speed

@@ -1,9 +1,9 @@
-"""Fetch the Python files of vLLM's CUDA releases, to test against their own classes without a GPU.
+"""Fetch the Python files of vLLM's CUDA releases and an older Triton, to test without a GPU.
 
 The wheels of the oldest and the newest supported release are downloaded with the pip of the
 running environment and their ``vllm/**/*.py`` unpacked into ``.engines/vllm-VERSION``. With that
 folder first on PYTHONPATH, ``import vllm`` finds this release instead of the installed CPU engine;
-it has no compiled kernels.
+it has no compiled kernels. Triton is installed whole into ``.engines/triton-VERSION``.
 """
 
 import argparse
@@ -22,6 +22,8 @@ WHEELS = {
 }
 # The ABI of the wheels, not that of this machine.
 TAGS = ["--python-version", "3.12", "--platform", "manylinux_2_28_x86_64"]
+# Of the oldest release's PyTorch; the environment has the newest.
+TRITON = "3.6.0"
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_TARGET = ROOT / ".engines"
 
@@ -31,15 +33,19 @@ def folder_of(version: str, target: Path = DEFAULT_TARGET) -> Path:
     return target / f"vllm-{version}"
 
 
+def pip(*args: str) -> None:
+    """Run the environment's pip; end with its message where it fails."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *args, "-q", "--no-deps"]
+    done = subprocess.run([*command, "--only-binary=:all:"], stderr=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        sys.exit(f"{done.stderr}engine_sources: pip {args[0]} failed: {args[-1]}")
+
+
 def fetch(version: str, target: Path) -> None:
     """Download, compare the checksum, unpack; the folder appears whole or not at all."""
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target) as scratch:
-        command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q"]
-        command += ["--no-deps", "--only-binary=:all:", *TAGS, "--dest", scratch]
-        done = subprocess.run([*command, f"vllm=={version}"], stderr=subprocess.PIPE, text=True)
-        if done.returncode != 0:
-            sys.exit(f"{done.stderr}engine_sources: could not download vllm {version}")
+        pip("download", *TAGS, "--dest", scratch, f"vllm=={version}")
         (wheel,) = Path(scratch).glob("*.whl")
         with wheel.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -51,6 +57,17 @@ def fetch(version: str, target: Path) -> None:
         folder = folder_of(version, target)
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(Path(scratch) / "files", folder)
+
+
+def fetch_triton(target: Path) -> Path:
+    """Install it; the folder appears whole or not at all."""
+    folder = target / f"triton-{TRITON}"
+    if not folder.is_dir():
+        target.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target) as scratch:
+            pip("install", "--target", f"{scratch}/files", f"triton=={TRITON}")
+            os.rename(f"{scratch}/files", folder)
+    return folder
 
 
 def main() -> None:
@@ -65,6 +82,7 @@ def main() -> None:
         if not (folder / "vllm" / "__init__.py").is_file():
             fetch(version, args.target)
         print(f"engine sources: {folder}")
+    print(f"engine sources: {fetch_triton(args.target)}")
 
 
 if __name__ == "__main__":

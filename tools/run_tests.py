@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine_sources import WHEELS
+from engine_sources import TRITON, WHEELS
 
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = 2
@@ -32,6 +32,7 @@ RUNS = {
     **{f"cuda-{version}": Run(args=["tests/triton/cuda", "--vllm", version]) for version in WHEELS},
     "interpreted": Run(args=["tests/triton/interpreted"]),
     "compiled": Run(args=["tests/triton/compiled"]),
+    f"compiled-{TRITON}": Run(args=["tests/triton/compiled", "--triton", TRITON]),
     "unit": Run(args=["tests/unit"], workers=JOBS),
     "fast": Run(args=["tests/unit", "-m", "not slow"], workers=JOBS),
     "engine": Run(args=["tests/engine"], workers=JOBS),

@@ -25,6 +25,8 @@ KERNELS = {
     "hash_prefixes_kernel", "match_leaders_kernel", "score_groups_kernel",
     "keep_groups_kernel", "lay_out_kernel", "_gather_kernel", "_fuse_kernel",
 }  # fmt: skip
+# Specialisations by kernel and key, each with what it would be compiled from.
+Met = dict[str, dict[str, dict[str, Any]]]
 
 
 class NoDevice:
@@ -41,12 +43,12 @@ class NoDevice:
 
 
 @pytest.fixture
-def met(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
-    """Specialisations by kernel; Triton asks for each before it would compile and launch it."""
-    found: dict[str, set[str]] = defaultdict(set)
+def met(monkeypatch: pytest.MonkeyPatch) -> Met:
+    """Filled with each that Triton asks for before it would compile and launch it."""
+    found: Met = defaultdict(dict)
 
-    def hook(*, key: Any, fn: Any, **others: Any) -> bool:
-        found[fn.jit_function.fn.__name__].add(str(key))
+    def hook(*, key: Any, fn: Any, compile: dict[str, Any], **others: Any) -> bool:
+        found[fn.jit_function.fn.__name__][str(key)] = compile
         return True  # nothing is compiled, nor launched
 
     monkeypatch.setattr(driver, "_active", NoDevice())
@@ -88,13 +90,11 @@ def run_steps(sizes: list[int], levels: int, dense: bool) -> None:
 
 
 @pytest.mark.parametrize(("levels", "dense"), [(1, False), (2, False), (1, True)])
-def test_sizes_after_the_graphs_meet_nothing_new(
-    met: dict[str, set[str]], levels: int, dense: bool
-) -> None:
+def test_sizes_after_the_graphs_meet_nothing_new(met: Met, levels: int, dense: bool) -> None:
     run_steps(GRAPHS[::-1], levels, dense)
     assert set(met) == KERNELS
     captured = {name: set(keys) for name, keys in met.items()}
     run_steps(EAGER, levels, dense)
-    assert met == captured
+    assert {name: set(made) for name, made in met.items()} == captured
     # Each takes the compiler a second at start.
     assert sum(map(len, captured.values())) <= 12 + 8 * levels
