@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 HERE = Path(__file__).parent
 INTERPRETED = (HERE / "interpreted", HERE / "cuda")
@@ -64,3 +65,50 @@ def any_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         set_grid_idx(self, *map(int, np.unravel_index(order[program], grid)))
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "set_grid_idx", in_any_order)
+
+
+@pytest.fixture(autouse=True)
+def in_bounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads and stores outside of a launch's tensors fail; a GPU would read something."""
+    if not is_interpreted(request.path):
+        return
+    from triton.runtime import interpreter
+
+    extents = np.zeros((0, 2), dtype=np.uint64)
+
+    def extents_of(arg: Any) -> list[tuple[int, int]]:
+        if isinstance(arg, tuple):
+            return [extent for part in arg for extent in extents_of(part)]
+        if not isinstance(arg, torch.Tensor) or not arg.numel():
+            return []
+        last = sum((n - 1) * stride for n, stride in zip(arg.shape, arg.stride(), strict=True))
+        return [(arg.data_ptr(), arg.data_ptr() + (last + 1) * arg.itemsize)]
+
+    call = interpreter.GridExecutor.__call__
+
+    def checked_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal extents
+        found = sorted(extents_of((*args, *kwargs.values())))
+        extents = np.array(found, dtype=np.uint64).reshape(-1, 2)
+        return call(self, *args, **kwargs)
+
+    def check(pointers: np.ndarray, mask: np.ndarray) -> None:
+        used = pointers[np.broadcast_to(mask, pointers.shape).astype(bool)]
+        inside = (extents[:, 0] <= used[:, None]) & (used[:, None] < extents[:, 1])
+        assert inside.any(1).all(), "a kernel leaves its tensors"
+
+    def checked(access: Any, pointers: int, mask: int) -> Any:
+        """An access of the interpreter, checked; where its arguments have pointers and mask."""
+
+        def call_checked(self: Any, *args: Any) -> Any:
+            check(args[pointers].data, args[mask].data)
+            return access(self, *args)
+
+        return call_checked
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", checked_call)
+    builder = interpreter.InterpreterBuilder
+    for name, *at in (
+        ("create_masked_load", 0, 1), ("create_masked_store", 0, 2), ("create_atomic_rmw", 1, 3)
+    ):  # fmt: skip
+        monkeypatch.setattr(builder, name, checked(getattr(builder, name), *at))
