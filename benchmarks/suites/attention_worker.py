@@ -10,7 +10,8 @@ import torch
 from benchmarks.harness.kv_rows import copy_rows
 from benchmarks.harness.roofline import gemm_rate, read_rate
 from vllm_relay.calibration import kernels
-from vllm_relay.calibration.probe import Probe, Shape
+from vllm_relay.calibration.probe import Probe
+from vllm_relay.calibration.steps import Shape
 from vllm_relay.calibration.worker import probed_layers
 from vllm_relay.ops import reference
 from vllm_relay.ops.native import library as native

@@ -39,7 +39,7 @@ AGREEMENT = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One step; see `calibration.probe.Shape`, and for the layer `GridWorker.measure_choice`."""
+    """One step; see `calibration.steps.Shape`, and for the layer `GridWorker.measure_choice`."""
 
     requests: int
     shared: int

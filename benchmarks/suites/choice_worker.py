@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from vllm_relay.calibration.measure import NO_GROUPS
-from vllm_relay.calibration.probe import Probe, Shape
+from vllm_relay.calibration.probe import Probe
 from vllm_relay.calibration.start_up import load_or_measure
+from vllm_relay.calibration.steps import Shape
 from vllm_relay.calibration.worker import probed_layers
 from vllm_relay.sharing import Costs, Forest, Planner, predict, predict_stock, reads
 

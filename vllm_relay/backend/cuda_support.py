@@ -10,11 +10,12 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.attention.backend import AttentionType
 
-from vllm_relay import compat
+from vllm_relay import compat, metrics
 from vllm_relay.backend import engine_support
 from vllm_relay.config import RelayConfig
 from vllm_relay.sharing.cost import min_saved_tokens
-from vllm_relay.sharing.gpu import GPUS, find_gpu, gpu_costs
+from vllm_relay.sharing.cost_store import SHIPPED, find_costs
+from vllm_relay.sharing.gpu import GPUS, HOST_CALL, find_gpu, gpu_costs
 
 # For a GPU that is not in `GPUS`.
 STAND_IN = "A100"
@@ -97,31 +98,48 @@ def default_refusal(builder: Any, vllm_config: VllmConfig, config: RelayConfig) 
 
 
 def predicted_minimum(builder: Any, graphs: bool) -> int:
-    """KV token reads per layer that a group has to save, by the estimated costs of the GPU.
+    """KV token reads per layer that a group has to save, by the costs of the GPU.
+
+    Those that `vllm-relay calibrate` measured on it, else an estimate.
 
     Args:
         builder: a RelayMetadataBuilder. graphs: for steps in full CUDA graphs.
     """
-    gpu = GPUS[STAND_IN]
+    spec, gpu, name = builder.kv_cache_spec, GPUS[STAND_IN], STAND_IN
+    shape = (builder.num_heads_q, builder.num_heads_kv, spec.head_size)
     if builder.device.type == "cuda":
         device = torch.cuda.get_device_properties(builder.device)
-        if (found := find_gpu(device.name)) is not None:
-            _, gpu = found
-        elif clock := getattr(device, "memory_clock_rate", 0):
+        name = device.name
+        if clock := getattr(device, "memory_clock_rate", 0):
             # kHz and bits; memory transfers twice per clock.
             memory = 250.0 * clock * device.memory_bus_width
             gpu = replace(gpu, memory=memory, l2=getattr(device, "L2_cache_size", gpu.l2))
-    spec = builder.kv_cache_spec
-    shape = (builder.num_heads_q, builder.num_heads_kv, spec.head_size, spec.dtype.itemsize)
-    return min_saved_tokens(gpu_costs(gpu, *shape, graphs=graphs))
+    dtype = "float8_e4m3fn" if spec.dtype.itemsize == 1 else str(spec.dtype)[len("torch.") :]
+    try:
+        found = find_costs(*shape, device=name, dtype=dtype)
+    except ValueError as error:  # of the user's file
+        metrics.say_once(str(error))
+        found = find_costs(*shape, device=name, dtype=dtype, files=[SHIPPED])
+    costs = found.costs
+    if found.guessed and find_gpu(name) is None:  # those of a CPU
+        costs = gpu_costs(gpu, *shape, spec.dtype.itemsize)
+    if not graphs:
+        slower = max(costs.system.call, HOST_CALL)
+        costs = replace(costs, system=replace(costs.system, call=slower))
+    return min_saved_tokens(costs)
 
 
 def minimums(builder: Any, config: RelayConfig) -> tuple[int, int]:
     """KV token reads per layer that a group has to save: as decode steps run, and in no graph."""
     if config.min_saved_tokens is not None:
         return config.min_saved_tokens, config.min_saved_tokens
-    outside = predicted_minimum(builder, False)
-    return predicted_minimum(builder, True) if builder.use_full_cuda_graph else outside, outside
+    found = torch.tensor([predicted_minimum(builder, builder.use_full_cuda_graph),
+                          predicted_minimum(builder, False)])  # fmt: skip
+    # Ranks on another machine may have other measurements, and have to plan alike.
+    if builder.vllm_config.parallel_config.tensor_parallel_size > 1:
+        distributed.all_reduce(found, distributed.ReduceOp.MAX, group=get_tp_group().cpu_group)
+    inside, outside = found.tolist()
+    return inside, outside
 
 
 def least_window(layers: Sequence[Any]) -> int:

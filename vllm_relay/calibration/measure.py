@@ -1,7 +1,6 @@
 """Measurement of the cost model's constants on the engine's own kernels and threads.
 
-Every kernel is timed on steps of many sizes, and its constants are fitted to the times: least
-squares of the relative errors, none below zero (a launch does not give time back).
+Every kernel is timed on steps of many sizes, and its constants are fitted to the times.
 """
 
 import statistics
@@ -12,19 +11,17 @@ from typing import Any
 
 import numpy as np
 import torch
-import vllm
 
-from vllm_relay import __version__
 from vllm_relay.calibration import kernels
-from vllm_relay.calibration.probe import Probe, Shape, cache_bytes
+from vllm_relay.calibration.fitting import Measurement, fit, versions
+from vllm_relay.calibration.probe import Probe, cache_bytes
+from vllm_relay.calibration.steps import Shape
 from vllm_relay.ops.native import library as native
 from vllm_relay.sharing import Costs, Forest, KernelCosts, Planner, predict, reads
 from vllm_relay.sharing.cost_store import Constants, cpu_name
 
 # KV reads that no group saves: `reads` then leaves every request by itself.
 NO_GROUPS = 10**12
-# Fewer rounds, or a larger median error, make a guess of a measurement.
-LEAST_ROUNDS, MOST_ERROR = 3, 0.4
 _OF_KERNELS = 0.7
 # The terms of a kernel, in the order of `_work`.
 _TERMS = ("call", "token", "first", "read", "far", "pair")
@@ -97,30 +94,6 @@ THOROUGH = Effort(
         Shape(32, 2048, 128, groups=4),
     ),
 )
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """Constants of one head shape.
-
-    Attributes:
-        errors: by kernel, the median relative error of the fit; ``whole``: of predicted steps.
-        rounds: times that each call was timed.
-    """
-
-    constants: Constants
-    errors: dict[str, float]
-    rounds: int
-
-    @property
-    def rough(self) -> bool:
-        """True if the machine was too slow or too busy for a measurement to keep."""
-        return self.rounds < LEAST_ROUNDS or max(self.errors.values()) > MOST_ERROR
-
-
-def versions() -> str:
-    """The versions that a measurement holds for."""
-    return f"vllm-relay {__version__}, vLLM {vllm.__version__}"
 
 
 @torch.inference_mode()
@@ -208,29 +181,6 @@ def _work(shape: Shape, near: float) -> list[float]:
     tokens, far = shape.rows * each, shape.rows * max(each - near, 0)
     first = shape.rows * shape.own + shape.groups * shape.shared
     return [1, shape.rows * shape.queries, first, tokens, far, shape.queries * tokens]
-
-
-def fit(work: Any, times: Iterable[float]) -> tuple[tuple[float, ...], float]:
-    """Constants >= 0 with ``work @ constants`` about ``times``, and the median relative error.
-
-    Args:
-        work: [measurements, constants]. times: seconds of each measurement.
-    """
-    work, taken = np.asarray(work, dtype=float), np.array(list(times))
-    relative = work / taken[:, None]
-    scale = np.abs(relative).max(axis=0)
-    scale[scale == 0] = 1.0
-    used = list(range(work.shape[1]))
-    while True:
-        # Constants that come out below zero leave one by one, the worst first.
-        found = np.linalg.lstsq(relative[:, used] / scale[used], np.ones(len(taken)), rcond=None)[0]
-        if found.min() >= 0:
-            break
-        del used[int(found.argmin())]
-    constants = np.zeros(work.shape[1])
-    constants[used] = found / scale[used]
-    error = float(np.median(np.abs(relative @ constants - 1)))
-    return tuple(float(x) for x in constants), error
 
 
 def _rest(probe: Probe, effort: Effort, costs: Costs) -> tuple[float, float]:

@@ -8,7 +8,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm_relay.backend.cpu_impl import RelayImpl, RelayMetadata
 from vllm_relay.backend.packed_cache import PackedCache
 from vllm_relay.backend.step_planner import StepPlanner
+from vllm_relay.calibration.steps import Shape, describe, tables_of
 from vllm_relay.ops.native import library as native
 from vllm_relay.ops.native.prepared import AttentionShape
 from vllm_relay.plan import SharingStats
@@ -31,26 +32,6 @@ from vllm_relay.sharing import Costs
 
 # Least that is read between calls to empty the caches, as the weights of the layers in between do.
 _FLUSH_BYTES = 128 << 20
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A step of equal groups.
-
-    Attributes:
-        rows: requests. shared: tokens of each group's prefix, in whole blocks. own: of each request
-            after it.
-        queries: of each request, the last of its own tokens. groups: equal shares of the requests;
-            0: nothing is shared.
-        prefill: tokens of one more request, which shares nothing: all of them are queries.
-    """
-
-    rows: int
-    shared: int
-    own: int
-    queries: int = 1
-    groups: int = 1
-    prefill: int = 0
 
 
 class Probe:
@@ -105,46 +86,11 @@ class Probe:
 
     def fits(self, shape: Shape) -> bool:
         """True if the KV cache holds the step."""
-        return self._tables(shape)[1] < len(self.cache)
+        return tables_of(shape, self.block)[1] < len(self.cache)
 
     def step(self, shape: Shape) -> CommonAttentionMetadata:
         """The step as the model runner describes it."""
-        tables, _ = self._tables(shape)
-        lens = np.full(shape.rows, shape.shared + shape.own, dtype=np.int32)
-        queries = np.full(shape.rows, shape.queries, dtype=np.int32)
-        if shape.prefill:
-            more = np.int32(shape.prefill)
-            lens, queries = np.append(lens, more), np.append(queries, more)
-        tokens = int(queries.sum())
-        starts = torch.from_numpy(np.cumsum([0, *queries], dtype=np.int32))
-        return CommonAttentionMetadata(
-            query_start_loc=starts,
-            query_start_loc_cpu=starts,
-            seq_lens=torch.from_numpy(lens),
-            num_reqs=len(lens),
-            num_actual_tokens=tokens,
-            max_query_len=int(queries.max()),
-            max_seq_len=int(lens.max()),
-            block_table_tensor=torch.from_numpy(tables),
-            slot_mapping=torch.full((tokens,), -1),
-        )
-
-    def _tables(self, shape: Shape) -> tuple[np.ndarray, int]:
-        """Block tables and the last block; own blocks first, then those of the groups."""
-        if shape.shared % self.block:
-            raise ValueError(f"shared: expected a multiple of {self.block}, got {shape.shared}")
-        shared, own = shape.shared // self.block, -(-shape.own // self.block)
-        groups = shape.groups or shape.rows
-        rows = np.arange(shape.rows)
-        mine = 1 + rows[:, None] * own + np.arange(own)
-        of_group = rows * groups // shape.rows
-        prefix = 1 + shape.rows * own + of_group[:, None] * shared + np.arange(shared)
-        tables = np.concatenate([prefix, mine], axis=1).astype(np.int32)
-        if shape.prefill:
-            more = tables.max() + 1 + np.arange(-(-shape.prefill // self.block), dtype=np.int32)
-            width = max(tables.shape[1], len(more))
-            tables = np.array([np.resize(row, width) for row in (*tables, more)])
-        return tables, int(tables.max())
+        return describe(shape, self.block)
 
     def query(self, tokens: int) -> torch.Tensor:
         """Queries ``[T, Hq, D]``; the same for the same number of tokens."""

@@ -9,7 +9,8 @@ import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
 from vllm_relay import metrics
-from vllm_relay.calibration.measure import QUICK, measure, versions
+from vllm_relay.calibration.fitting import versions
+from vllm_relay.calibration.measure import QUICK, measure
 from vllm_relay.calibration.probe import Probe
 from vllm_relay.ops.native import library as native
 from vllm_relay.ops.native.prepared import AttentionShape

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # GiB of the KV cache of the engine, which wants room for a request of the model's length.
 KV_SPACE = "4"
+# Of a GPU's memory, for the engine; what is measured needs as much as it finds of the rest.
+GPU_SHARE = 0.5
 
 
 def calibrate(
@@ -43,7 +45,7 @@ def calibrate(
     Relay predicts from it which groups pay. A server measures for itself at its first start, in a
     few seconds; this takes a minute and more steps. Starts the engine with the model's layers,
     times its kernels, and keeps the constants per device, threads and head shape. Any other option
-    is vLLM's: give those that you serve with. CPU engines only.
+    is vLLM's: give those that you serve with. On GPUs it times whole layers in CUDA graphs.
     """
     from vllm_relay.sharing.cost_store import Constants, check_writable, save, user_file
     from vllm_relay.validation import checked
@@ -98,16 +100,18 @@ def _measure(arguments: Any) -> list[dict[str, Any]]:
     from vllm import LLM
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        raise ValueError(
-            "calibrate measures CPU engines; on GPUs relay goes by the memory bandwidth that the "
-            "device reports"
-        )
     arguments.load_format = "dummy"
-    arguments.skip_tokenizer_init = arguments.enforce_eager = True
+    arguments.skip_tokenizer_init = True
     arguments.attention_backend = "relay"
     arguments.additional_config = {"relay": {"min_saved_tokens": 0}}
-    arguments.worker_extension_cls = "vllm_relay.calibration.worker.Calibrator"
+    if current_platform.is_cpu():
+        arguments.enforce_eager = True
+        arguments.worker_extension_cls = "vllm_relay.calibration.worker.Calibrator"
+    else:
+        # Graphs, as decodes run, of a model that is not compiled.
+        arguments.compilation_config = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        arguments.gpu_memory_utilization = GPU_SHARE
+        arguments.worker_extension_cls = "vllm_relay.calibration.cuda.Calibrator"
     err.print("vllm-relay: starting the engine")
     llm = LLM.from_engine_args(arguments)
     err.print("vllm-relay: timing its attention")
@@ -116,10 +120,12 @@ def _measure(arguments: Any) -> list[dict[str, Any]]:
 
 
 def _table(found: "Constants", errors: dict[str, float]) -> Table:
+    from vllm_relay.sharing.gpu import find_gpu
+
     table = Table(
         "",
-        title=f"{found.device}, {found.threads} threads, {found.heads}/{found.kv_heads} heads of "
-        f"{found.head_size}, {found.dtype}",
+        title=f"{found.device}{'' if find_gpu(found.device) else f', {found.threads} threads'}, "
+        f"{found.heads}/{found.kv_heads} heads of {found.head_size}, {found.dtype}",
         title_justify="left",
         caption=f"fusion {_rate(found.fusion, 'GB/s')}; a relayed step {found.step * 1e6:,.0f} µs "
         f"and {found.level * 1e6:,.0f} µs per level; copies {_rate(found.copy, 'GB/s')}; whole "

@@ -80,7 +80,8 @@ def explain(
         from vllm_relay.explain.replay import replay
         from vllm_relay.explain.trace import read_trace
         from vllm_relay.sharing.cost import reads
-        from vllm_relay.sharing.cost_store import find_costs, replacing
+        from vllm_relay.sharing.cost_store import find_costs
+        from vllm_relay.sharing.whole_files import replacing
 
         found = find_costs(**shape, device=device)
         by_time = objective is Objective.TIME

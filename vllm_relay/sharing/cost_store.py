@@ -5,15 +5,11 @@ file; a file of measured devices is part of the package. Constants are bandwidth
 they hold for other head shapes, too.
 """
 
-import fcntl
 import json
 import os
 import platform
 import re
-import secrets
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -23,6 +19,7 @@ from pydantic import ConfigDict, Field, PlainValidator, StrictStr, create_model,
 
 from vllm_relay.sharing.cost import Costs, KernelCosts
 from vllm_relay.sharing.gpu import find_gpu, gpu_costs
+from vllm_relay.sharing.whole_files import locked, replacing
 from vllm_relay.validation import Amount, Positive, checked, parse_json
 
 SHIPPED = Path(__file__).with_name("devices.json")
@@ -31,9 +28,7 @@ SHIPPED = Path(__file__).with_name("devices.json")
 # other. The second is a guess.
 MARGIN, MARGIN_OF_A_GUESS = 0.05, 0.3
 
-# Seconds to wait for another process that writes.
-_LOCK_SECONDS = 10.0
-_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
 
 
 # Seconds per unit of work, as a file may state them.
@@ -150,10 +145,6 @@ def find_costs(
         raise ValueError(f"dtype: expected one of {', '.join(_BYTES)}, got {dtype!r}")
     wanted = (heads, kv_heads, head_size)
     name = cpu_name() if device is None else device
-    if (gpu := find_gpu(name)) is not None:
-        costs = gpu_costs(gpu[1], *wanted, _BYTES[dtype])
-        source = f"costs of an NVIDIA {gpu[0]} by its data sheet, an estimate"
-        return Found(costs, MARGIN_OF_A_GUESS, source, guessed=True)
     paths = (user_file(), SHIPPED) if files is None else files
     known = [(entry, path) for path in paths for entry in load(path)]
 
@@ -169,10 +160,15 @@ def find_costs(
             off,
         )
 
-    if not known:
+    best = min(known, key=distance, default=None)
+    if (gpu := find_gpu(name)) is not None and (best is None or distance(best)[0]):
+        costs = gpu_costs(gpu[1], *wanted, _BYTES[dtype])
+        source = f"costs of an NVIDIA {gpu[0]} by its data sheet, an estimate"
+        return Found(costs, MARGIN_OF_A_GUESS, source, guessed=True)
+    if best is None:
         raise ValueError(f"no measurements in {', '.join(map(str, paths))}")
-    entry, path = min(known, key=distance)
-    other, other_threads, off = distance((entry, path))
+    entry, path = best
+    other, other_threads, off = distance(best)
     where = "shipped with vllm-relay" if path == SHIPPED else str(path)
     shape = f"{entry.heads}/{entry.kv_heads} heads of {entry.head_size}"
     source = f"costs of {entry.device}{_with(entry.threads)}, {shape} ({where})"
@@ -215,7 +211,7 @@ def save(new: Iterable[Constants], path: Path) -> None:
     Whole or not.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path.parent):
+    with locked(path.parent):
         newest = {entry.shape(): entry for entry in new}
         older = [entry for entry in load(path) if entry.shape() not in newest]
         text = json.dumps([asdict(entry) for entry in (*newest.values(), *older)], indent=1)
@@ -229,47 +225,6 @@ def check_writable(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path):
         pass  # a draft without content takes no place
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keeps other processes from `save` in this folder: none is lost if two come at once.
-
-    Anybody who reads the folder can hold its lock: after `_LOCK_SECONDS` the body runs without it.
-    """
-    lock, deadline = os.open(folder, os.O_RDONLY), time.monotonic() + _LOCK_SECONDS
-    try:
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.05)
-        yield
-    finally:
-        os.close(lock)
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A draft beside ``path`` that takes its place in the end, if it was written.
-
-    Raises:
-        OSError: there cannot be a file of that name.
-    """
-    if path.exists() and not path.is_file():
-        raise OSError(f"{path}: is not a file")
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    try:
-        draft.touch(exist_ok=False)  # which follows no link
-    except OSError as error:
-        raise OSError(f"{path}: {error.strerror}") from None
-    try:
-        yield draft
-        if draft.stat().st_size:
-            draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 @cache
@@ -296,4 +251,5 @@ def _with(threads: int | None) -> str:
 
 def _same_device(entry: str, wanted: str) -> bool:
     """True if both name one device; without an instruction set a name stands for all of them."""
-    return entry == wanted or entry.rpartition(" (")[0] == wanted
+    alike = (gpu := find_gpu(entry)) is not None and gpu == find_gpu(wanted)
+    return alike or entry == wanted or entry.rpartition(" (")[0] == wanted

@@ -56,14 +56,11 @@ def find_gpu(name: str) -> tuple[str, Gpu] | None:
     return next(((key, gpu) for key, gpu in GPUS.items() if key in words), None)
 
 
-def gpu_costs(
-    gpu: Gpu, heads: int, kv_heads: int, head_size: int, item: int = 2, *, graphs: bool = True
-) -> Costs:
-    """The costs of one layer on one rank.
+def gpu_costs(gpu: Gpu, heads: int, kv_heads: int, head_size: int, item: int = 2) -> Costs:
+    """The costs of one layer on one rank, in full CUDA graphs.
 
     Args:
         heads, kv_heads, head_size: of the rank. item: bytes of an element.
-        graphs: decode steps run in full CUDA graphs.
     """
     kv = 2 * kv_heads * head_size * item
     beyond = kv * max(0.0, 1 / gpu.memory - 1 / gpu.l2_rate)
@@ -71,7 +68,7 @@ def gpu_costs(
     read = KernelCosts(first=beyond, read=kv / gpu.l2_rate, far=far)
     # One read from memory for all queries, and products of all of them.
     system = KernelCosts(
-        call=GRAPH_CALL if graphs else HOST_CALL,
+        call=GRAPH_CALL,
         first=kv / gpu.memory,
         pair=4 * heads * head_size / (PRODUCT_SHARE * gpu.products),
     )

@@ -11,8 +11,8 @@ import torch
 from tests.unit.backend import cpu_bench
 from tests.unit.backend.cpu_bench import Bench, make_bench
 from vllm_relay import metrics
-from vllm_relay.calibration import measure, start_up
-from vllm_relay.calibration.measure import Measurement, versions
+from vllm_relay.calibration import fitting, start_up
+from vllm_relay.calibration.fitting import Measurement, versions
 from vllm_relay.sharing import Costs, reads
 from vllm_relay.sharing.cost_store import MARGIN, SHIPPED, Constants, load, save
 
@@ -122,7 +122,7 @@ def test_a_rough_measurement_is_used_with_a_wider_margin_and_not_kept(
     exact = costs_of(start())
     devices.unlink()
     monkeypatch.setattr(start_up, "_measurements", [])
-    monkeypatch.setattr(measure, "LEAST_ROUNDS", 4)
+    monkeypatch.setattr(fitting, "LEAST_ROUNDS", 4)
     rough = costs_of(start())
     assert not devices.exists()
     assert rough.context.first > exact.context.first and rough.stock == exact.stock

@@ -9,7 +9,7 @@ from threading import Thread
 
 import pytest
 
-from vllm_relay.sharing import KernelCosts, cost_store
+from vllm_relay.sharing import KernelCosts, cost_store, whole_files
 from vllm_relay.sharing.cost_store import Constants, find_costs, load, save
 from vllm_relay.validation import checked
 
@@ -176,7 +176,7 @@ def test_none_of_two_results_at_once_is_lost(own_file: Path, monkeypatch) -> Non
 
 
 def test_a_lock_that_others_hold_loses_no_result(own_file: Path, monkeypatch) -> None:
-    monkeypatch.setattr(cost_store, "_LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(whole_files, "_LOCK_SECONDS", 0.1)
     own_file.parent.mkdir()
     lock = os.open(own_file.parent, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -204,7 +204,7 @@ def test_a_link_in_the_place_of_the_draft_is_not_followed(
 ) -> None:
     victim = tmp_path / "victim"
     victim.write_text("mine")
-    monkeypatch.setattr(cost_store.secrets, "token_hex", lambda _: "1")
+    monkeypatch.setattr(whole_files.secrets, "token_hex", lambda _: "1")
     own_file.parent.mkdir(parents=True, exist_ok=True)
     own_file.with_name(f"{own_file.name}.1").symlink_to(victim)
     with pytest.raises(OSError, match="File exists"):
