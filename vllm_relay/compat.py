@@ -161,10 +161,12 @@ def capture_plain_graphs(graphs: "FullGraphs") -> None:
         full = next((mode for mode in self._capture_descs if mode.name == "FULL"), None)
         again = [desc for desc in self._capture_descs.get(full, ()) if desc in graphs.with_relay]
         # vLLM captures some graphs to measure their memory, and counts them (from 0.32 on).
-        if again and getattr(self, "_max_full_descs_to_capture", None) is None:
-            with swapped(self, graphs={}, _capture_descs={full: again}), graphs.capture_plain():
+        if full is None or getattr(self, "_max_full_descs_to_capture", None) is not None:
+            return result
+        with graphs.capture_plain(), swapped(self, graphs={}, _capture_descs={full: again}):
+            if again:
                 stock(self, create_forward_fn, *args, **kwargs)
-                self._relay_plain_graphs = self.graphs
+            self._relay_plain_graphs = self.graphs
         return result
 
 

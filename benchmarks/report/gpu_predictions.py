@@ -124,14 +124,14 @@ def predictions() -> Iterator[list[str]]:
 
 
 def of_vllm_02(gpu: Gpu, *shape: int) -> Costs:
-    """With the paged kernel of vLLM 0.2.6, which reads from memory what is shared, too."""
+    """Costs of vLLM 0.2.6, whose paged kernel reads from memory what is shared, too."""
     rate = PAGED_SHARE * gpu.memory
     paged = gpu_costs(replace(gpu, memory=rate, l2_rate=rate), *shape).stock
     return replace(gpu_costs(gpu, *shape), stock=paged, context=paged)
 
 
 def of_flashinfer(gpu: Gpu, slower: float, *shape: int) -> Costs:
-    """With a cascade that takes ``slower`` times as long."""
+    """Costs of a cascade that takes ``slower`` times as long."""
     costs = gpu_costs(gpu, *shape)
     return replace(costs, context=costs.context.times(slower), system=costs.system.times(slower))
 

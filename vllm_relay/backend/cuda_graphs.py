@@ -61,10 +61,10 @@ class FullGraphs:
         def create_watched(desc: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
             forward = create(desc, *args, **kwargs)
 
-            def run(*args: Any) -> None:
+            def run(mode: Any) -> None:
                 self._running = desc
                 try:
-                    forward(*args)
+                    forward(mode)
                 finally:
                     self._running = None
 

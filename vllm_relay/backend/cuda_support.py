@@ -117,6 +117,7 @@ def predicted_minimum(builder: Any, graphs: bool) -> int:
     dtype = "float8_e4m3fn" if spec.dtype.itemsize == 1 else str(spec.dtype)[len("torch.") :]
     try:
         found = find_costs(*shape, device=name, dtype=dtype)
+        min_saved_tokens(found.costs)
     except ValueError as error:  # of the user's file
         metrics.say_once(str(error))
         found = find_costs(*shape, device=name, dtype=dtype, files=[SHIPPED])

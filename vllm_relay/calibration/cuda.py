@@ -17,8 +17,8 @@ import torch
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadataBuilder
 
 from vllm_relay.backend.cuda import RelayMetadataBuilder
-from vllm_relay.backend.cuda_history import SharingHistory
 from vllm_relay.backend.cuda_impl import RelayImpl, RelayMetadata, copy_builder
+from vllm_relay.backend.cuda_support import window_of
 from vllm_relay.calibration.fitting import Measurement, fit, versions
 from vllm_relay.calibration.steps import Shape, describe, tables_of
 from vllm_relay.sharing import KernelCosts
@@ -30,7 +30,7 @@ REPLAYS = 21
 
 
 class Calibrator:
-    """Adds a method to the engine's workers (vLLM's ``worker_extension_cls``)."""
+    """A method of the engine's workers (vLLM's ``worker_extension_cls``)."""
 
     def measure_attention(self) -> list[dict[str, Any]]:
         """A `Measurement` of each head shape, as plain data."""
@@ -38,10 +38,10 @@ class Calibrator:
 
 
 def _probed_layers(worker: Any) -> Iterator[tuple[RelayMetadataBuilder, Any]]:
-    """A builder and a layer of it, one for each head shape.
+    """A builder and a layer of it that sees all keys, one for each head shape.
 
     Raises:
-        ValueError: relay serves no layer.
+        ValueError: relay serves no such layer.
     """
     seen = set()
     for groups in worker.model_runner.attn_groups:
@@ -50,11 +50,11 @@ def _probed_layers(worker: Any) -> Iterator[tuple[RelayMetadataBuilder, Any]]:
             for layer in getattr(builder, "layers", ()):
                 impl = layer.impl
                 shape = (impl.num_heads, impl.num_kv_heads, impl.head_size)
-                if impl.refusal is None and shape not in seen:
+                if impl.refusal is None and not window_of(impl) and shape not in seen:
                     seen.add(shape)
                     yield builder, layer
     if not seen:
-        raise ValueError("relay's CUDA backend serves no layer of this model")
+        raise ValueError("relay's CUDA backend serves no layer of this model that sees all keys")
 
 
 def steps(l2_tokens: int, block: int, most_rows: int) -> list[Shape]:
@@ -79,7 +79,8 @@ def measure(builder: RelayMetadataBuilder, layer: Any) -> Measurement:
     """The constants of one head shape on this GPU, and how well they fit.
 
     Raises:
-        ValueError: a quantised KV cache, or too little memory or too few requests to measure.
+        ValueError: a quantised KV cache, too little memory or too few requests to measure, a step
+            that relay leaves to vLLM, or times that no constants explain.
     """
     impl: RelayImpl = layer.impl
     item = builder.kv_cache_spec.dtype.itemsize
@@ -89,11 +90,15 @@ def measure(builder: RelayMetadataBuilder, layer: Any) -> Measurement:
     device = torch.cuda.get_device_properties(builder.device)
     near = int(L2_SHARE * device.L2_cache_size / kv)
     probe = _Probe(builder, layer)
-    every = [s for s in steps(near, probe.block, builder._max_rows) if probe.fits(s)]
+    most = builder.vllm_config.scheduler_config.max_num_seqs
+    every = [step for step in steps(near, probe.block, most) if probe.fits(step)]
     # The longest first: it makes the plan's tables.
     shared = sorted((s for s in every if s.groups), key=lambda s: -s.shared - s.own)
     if len(shared) < 4 or len(every) < 6:
-        raise ValueError("calibrate: the GPU has too little free memory: lower the utilization")
+        raise ValueError(
+            f"calibrate: only {len(every)} steps fit; max_num_seqs {most} is too small, or "
+            "gpu_memory_utilization leaves too little memory"
+        )
 
     units = np.array([1.0, kv, kv, kv])
     of_stock, stock_error = fit(
@@ -104,6 +109,8 @@ def measure(builder: RelayMetadataBuilder, layer: Any) -> Measurement:
     units = np.array([1.0, kv, kv, flops])
     work = [[1, s.rows * s.own, s.shared, s.rows * s.shared] for s in shared]
     of_relay, error = fit(work * units, [probe.relay(step) for step in shared])
+    if read <= 0:
+        raise ValueError("calibrate: the times fit no model; is another process on this GPU?")
     system = KernelCosts(call=max(of_relay[0] - call, 0.0), first=of_relay[2], pair=of_relay[3])
     # What is read once is read from memory; a second reader finds it in L2, as in vLLM's own.
     once = min(read, of_relay[1])
@@ -114,7 +121,7 @@ def measure(builder: RelayMetadataBuilder, layer: Any) -> Measurement:
         kv_heads=impl.num_kv_heads,
         head_size=impl.head_size,
         dtype=str(builder.kv_cache_spec.dtype).removeprefix("torch."),
-        cache=max(near * kv // impl.num_kv_heads, 1),
+        cache=max(near * kv, 1),
         stock=KernelCosts(call=call, first=first, read=read, far=far),
         context=KernelCosts(call=call, first=of_relay[1] - once, read=once),
         system=system,
@@ -140,11 +147,12 @@ class _Probe:
     """Times one layer on synthetic steps, over a KV cache and plans of its own."""
 
     def __init__(self, builder: RelayMetadataBuilder, layer: Any) -> None:
-        # The engine's is idle, and its plan's tables are too narrow.
-        self._builder = copy.copy(builder)
-        self._builder.device_plan = self._builder._schedules = None
-        self._builder.history, self._builder._shapes = SharingHistory(), set()
-        self._layer, self._impl = layer, layer.impl
+        # The engine's has tables that are too narrow.
+        self._builder = RelayMetadataBuilder(
+            builder.kv_cache_spec, builder.layer_names, builder.vllm_config, builder.device
+        )
+        self._layer, self._impl = layer, copy.copy(layer.impl)
+        self._impl.failed = None  # a fault is an error here
         self.block = builder.block_size
         like = layer.kv_cache
         one = like[:1].numel() * like.itemsize
@@ -171,7 +179,8 @@ class _Probe:
         """Seconds of relay's."""
         common = describe(step, self.block, self.cache.device)
         metadata = self._builder.build_for_cudagraph_capture(common)
-        if not isinstance(metadata, RelayMetadata) or metadata.plan is None:
+        plan = self._builder.device_plan
+        if not isinstance(metadata, RelayMetadata) or plan is None or not plan.newest()[0].groups:
             raise ValueError(f"calibrate: relay leaves {step} to vLLM")
         return self._seconds(RelayImpl.forward, metadata, common.num_actual_tokens)
 

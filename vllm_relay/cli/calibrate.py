@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 # GiB of the KV cache of the engine, which wants room for a request of the model's length.
 KV_SPACE = "4"
-# Of a GPU's memory, for the engine; what is measured needs as much as it finds of the rest.
-GPU_SHARE = 0.5
 
 
 def calibrate(
@@ -42,10 +40,10 @@ def calibrate(
 ) -> None:
     """Measure the cost of attention on this machine.
 
-    Relay predicts from it which groups pay. A server measures for itself at its first start, in a
-    few seconds; this takes a minute and more steps. Starts the engine with the model's layers,
-    times its kernels, and keeps the constants per device, threads and head shape. Any other option
-    is vLLM's: give those that you serve with. On GPUs it times whole layers in CUDA graphs.
+    Relay predicts from it which groups pay. On a CPU a server measures for itself at its first
+    start, in a few seconds; this takes a minute and more steps. Starts the engine with the model's
+    layers, times its kernels (on a GPU whole layers in CUDA graphs), and keeps the constants per
+    device, threads and head shape. Any other option is vLLM's: give those that you serve with.
     """
     from vllm_relay.sharing.cost_store import Constants, check_writable, save, user_file
     from vllm_relay.validation import checked
@@ -104,39 +102,40 @@ def _measure(arguments: Any) -> list[dict[str, Any]]:
     arguments.skip_tokenizer_init = True
     arguments.attention_backend = "relay"
     arguments.additional_config = {"relay": {"min_saved_tokens": 0}}
-    if current_platform.is_cpu():
-        arguments.enforce_eager = True
-        arguments.worker_extension_cls = "vllm_relay.calibration.worker.Calibrator"
-    else:
-        # Graphs, as decodes run, of a model that is not compiled.
-        arguments.compilation_config = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-        arguments.gpu_memory_utilization = GPU_SHARE
-        arguments.worker_extension_cls = "vllm_relay.calibration.cuda.Calibrator"
+    where = "worker" if current_platform.is_cpu() else "cuda"
+    # On a GPU decodes run in graphs; their schedules differ.
+    arguments.enforce_eager = arguments.enforce_eager or current_platform.is_cpu()
+    arguments.worker_extension_cls = f"vllm_relay.calibration.{where}.Calibrator"
     err.print("vllm-relay: starting the engine")
     llm = LLM.from_engine_args(arguments)
     err.print("vllm-relay: timing its attention")
-    measured: list[dict[str, Any]] = llm.collective_rpc("measure_attention")[0]
+    try:
+        measured: list[dict[str, Any]] = llm.collective_rpc("measure_attention")[0]
+    except Exception as error:  # vLLM raises no other of what a worker raised
+        raise RuntimeError(f"attention was not measured: {error}") from error
     return measured
 
 
 def _table(found: "Constants", errors: dict[str, float]) -> Table:
-    from vllm_relay.sharing.gpu import find_gpu
+    from vllm_relay.sharing.gpu import is_gpu
 
+    gpu = is_gpu(found.device)
+    device = found.device if gpu else f"{found.device}, {found.threads} threads"
+    caption = f"whole {'layers' if gpu else 'steps'} off by {errors['whole']:.0%} (medians)"
+    if not gpu:
+        caption = (
+            f"fusion {_rate(found.fusion, 'GB/s')}; a relayed step {found.step * 1e6:,.0f} µs and "
+            f"{found.level * 1e6:,.0f} µs per level; copies {_rate(found.copy, 'GB/s')}; {caption}"
+        )
+    heads = f"{found.heads}/{found.kv_heads} heads of {found.head_size}, {found.dtype}"
     table = Table(
-        "",
-        title=f"{found.device}{'' if find_gpu(found.device) else f', {found.threads} threads'}, "
-        f"{found.heads}/{found.kv_heads} heads of {found.head_size}, {found.dtype}",
-        title_justify="left",
-        caption=f"fusion {_rate(found.fusion, 'GB/s')}; a relayed step {found.step * 1e6:,.0f} µs "
-        f"and {found.level * 1e6:,.0f} µs per level; copies {_rate(found.copy, 'GB/s')}; whole "
-        f"steps off by {errors['whole']:.0%} (medians)",
+        "", title=f"{device}, {heads}", title_justify="left", caption=caption,
         caption_justify="left",
-    )
+    )  # fmt: skip
     for name in ("call", "first reads", "repeated reads", "arithmetic", "off by"):
         table.add_column(name, justify="right")
-    kernels = ("stock", "context", "system", "packed")
-    titles = ("vLLM's own", "context", "system", "system, packed")
-    for title, name in zip(titles, kernels, strict=True):
+    titles = {"stock": "vLLM's own", "context": "context", "system": "system"}
+    for name, title in (titles if gpu else titles | {"packed": "system, packed"}).items():
         kernel = getattr(found, name)
         table.add_row(
             title,

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, PlainValidator, StrictStr, create_model, with_config
 
 from vllm_relay.sharing.cost import Costs, KernelCosts
-from vllm_relay.sharing.gpu import find_gpu, gpu_costs
+from vllm_relay.sharing.gpu import find_gpu, gpu_costs, is_gpu
 from vllm_relay.sharing.whole_files import locked, replacing
 from vllm_relay.validation import Amount, Positive, checked, parse_json
 
@@ -54,9 +54,11 @@ class Constants:
     operation.
 
     Attributes:
-        device: name, as `cpu_name` makes it. threads: of torch, in the engine's worker.
+        device: name, as `cpu_name` makes it, or a GPU's. threads: of torch, in the engine's worker;
+            1 on a GPU.
         heads, kv_heads, head_size, dtype: of the layers.
-        cache: bytes of a core's own cache, which keys and values of one head fill.
+        cache: bytes of a core's own cache, which keys and values of one head fill; on a GPU, of
+            L2, which those of all heads fill.
         fusion: seconds per byte of a partial. step, level: seconds. copy: seconds per byte of KV.
         measured: date and version.
     """
@@ -89,7 +91,7 @@ class Constants:
             context=self.context.scaled(**per_token),
             system=self.system.scaled(**per_token),
             packed=self.packed.scaled(**per_token),
-            near=self.cache / (2 * head_size * item),
+            near=self.cache / (kv if is_gpu(self.device) else 2 * head_size * item),
             fusion=self.fusion * query,
             step=self.step,
             level=self.level,
@@ -148,20 +150,22 @@ def find_costs(
     paths = (user_file(), SHIPPED) if files is None else files
     known = [(entry, path) for path in paths for entry in load(path)]
 
-    def distance(item: tuple[Constants, Path]) -> tuple[bool, bool, float]:
-        """Sort key: the device, then its threads, then the shape."""
+    def distance(item: tuple[Constants, Path]) -> tuple[int, bool, float]:
+        """Sort key: the device (0, 1: a variant of the GPU, 2: another), its threads, the shape."""
         entry, _ = item
+        variant = gpu is not None and gpu == find_gpu(entry.device)
         theirs = (entry.heads, entry.kv_heads, entry.head_size)
         ratios = (max(a, b) / min(a, b) for a, b in zip(wanted, theirs, strict=True))
         off = sum(ratio - 1 for ratio in ratios) + (entry.dtype != dtype)
         return (
-            not _same_device(entry.device, name),
+            0 if _same_device(entry.device, name) else 2 - variant,
             threads is not None and entry.threads != threads,
             off,
         )
 
+    gpu = find_gpu(name)
     best = min(known, key=distance, default=None)
-    if (gpu := find_gpu(name)) is not None and (best is None or distance(best)[0]):
+    if gpu is not None and (best is None or distance(best)[0] == 2):
         costs = gpu_costs(gpu[1], *wanted, _BYTES[dtype])
         source = f"costs of an NVIDIA {gpu[0]} by its data sheet, an estimate"
         return Found(costs, MARGIN_OF_A_GUESS, source, guessed=True)
@@ -171,8 +175,9 @@ def find_costs(
     other, other_threads, off = distance(best)
     where = "shipped with vllm-relay" if path == SHIPPED else str(path)
     shape = f"{entry.heads}/{entry.kv_heads} heads of {entry.head_size}"
-    source = f"costs of {entry.device}{_with(entry.threads)}, {shape} ({where})"
-    guessed = other or other_threads
+    with_threads = "" if is_gpu(entry.device) else _with(entry.threads)
+    source = f"costs of {entry.device}{with_threads}, {shape} ({where})"
+    guessed = bool(other) or other_threads
     if guessed:
         source = f"{name}{_with(threads)} was not measured; {source} stand in"
     margin = MARGIN_OF_A_GUESS if guessed or off else MARGIN
@@ -251,5 +256,4 @@ def _with(threads: int | None) -> str:
 
 def _same_device(entry: str, wanted: str) -> bool:
     """True if both name one device; without an instruction set a name stands for all of them."""
-    alike = (gpu := find_gpu(entry)) is not None and gpu == find_gpu(wanted)
-    return alike or entry == wanted or entry.rpartition(" (")[0] == wanted
+    return entry == wanted or entry.rpartition(" (")[0] == wanted

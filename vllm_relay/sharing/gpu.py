@@ -56,6 +56,11 @@ def find_gpu(name: str) -> tuple[str, Gpu] | None:
     return next(((key, gpu) for key, gpu in GPUS.items() if key in words), None)
 
 
+def is_gpu(name: str) -> bool:
+    """True for the name of a GPU, known or not."""
+    return find_gpu(name) is not None or name.startswith("NVIDIA ")
+
+
 def gpu_costs(gpu: Gpu, heads: int, kv_heads: int, head_size: int, item: int = 2) -> Costs:
     """The costs of one layer on one rank, in full CUDA graphs.
 

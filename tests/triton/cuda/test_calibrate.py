@@ -1,6 +1,7 @@
 """Calibration on a GPU whose constants are known: a clock that counts what is read and computed."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ from vllm.v1.attention.backends import flash_attn
 
 from tests.triton.cuda.cuda_bench import BLOCK, HEAD_SIZE, HEADS, KV_HEADS, Bench, make_config
 from vllm_relay import metrics
-from vllm_relay.backend import cuda_support
+from vllm_relay.backend import cuda_impl, cuda_support
 from vllm_relay.calibration import cuda
 from vllm_relay.sharing.cost import min_saved_tokens
 from vllm_relay.sharing.cost_store import Constants, find_costs, save
@@ -95,13 +96,19 @@ def test_a_gpu_is_measured_and_its_costs_are_planned_by(bench, monkeypatch, tmp_
     monkeypatch.setattr(bench.builder, "device", torch.device("cuda"))
     before = cuda_support.predicted_minimum(bench.builder, graphs=True)
     save([found], tmp_path / "devices.json")
-    costs = find_costs(HEADS, KV_HEADS, HEAD_SIZE, device="H100", dtype="float32")
+    shape = (HEADS, KV_HEADS, HEAD_SIZE)
+    costs = find_costs(*shape, device=NAME, dtype="float32")
     assert not costs.guessed
+    # Another variant of the GPU, as good as a name of it gets.
+    other = find_costs(*shape, device="H100", dtype="float32")
+    assert other.guessed and other.costs == costs.costs and NAME in other.source
     minimum = cuda_support.predicted_minimum(bench.builder, graphs=True)
     assert minimum == min_saved_tokens(costs.costs) != before
     in_no_graph = cuda_support.predicted_minimum(bench.builder, graphs=False)
     assert in_no_graph == math.ceil(HOST_CALL / costs.costs.stock.read)
-    # A file that cannot be read: by the data sheet.
+    # By the data sheet where the file says nothing, or no JSON.
+    save([replace(found, stock=replace(found.stock, read=0.0))], tmp_path / "devices.json")
+    assert cuda_support.predicted_minimum(bench.builder, graphs=True) == before
     (tmp_path / "devices.json").write_text("no JSON")
     assert cuda_support.predicted_minimum(bench.builder, graphs=True) == before
     assert any("devices.json" in line for line in metrics._said)
@@ -109,7 +116,23 @@ def test_a_gpu_is_measured_and_its_costs_are_planned_by(bench, monkeypatch, tmp_
 
 def test_what_cannot_be_measured_is_named(bench, monkeypatch) -> None:
     monkeypatch.setattr(cuda, "_free_bytes", lambda most: 1 << 20)
-    with pytest.raises(ValueError, match="too little free memory"):
+    with pytest.raises(ValueError, match="too little memory"):
         cuda.measure(bench.builder, bench.layers[0])
     with pytest.raises(ValueError, match="serves no layer"):
         cuda.Calibrator.measure_attention(worker_of(object()))
+
+
+def test_layers_with_a_window_are_not_measured(folder) -> None:
+    builder = Bench(make_config(folder), per_layer_sliding_window=64).builder
+    assert builder.layers
+    with pytest.raises(ValueError, match="sees all keys"):
+        cuda.Calibrator.measure_attention(worker_of(builder))
+
+
+def test_relay_that_fails_is_not_measured(bench, monkeypatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(cuda_impl, "paged_relay", fail)
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        cuda.measure(bench.builder, bench.layers[0])

@@ -26,7 +26,7 @@ DRAFTS = 2  # of a request and step
 
 
 def load_on_runner_v2(config: Any, add_layer: Any) -> Any:
-    """What the runner has after vLLM's own `load_model` of a draft model of one layer."""
+    """A runner after vLLM's own `load_model` of a draft model of one layer."""
 
     class Speculator(DraftModelSpeculator):
         def load_draft_model(self, *args: Any, **kwargs: Any) -> nn.Module:
@@ -91,7 +91,7 @@ def test_verification_is_relayed_and_the_draft_model_is_left_alone(bench, monkey
 
 
 def test_builders_of_a_draft_model_are_vllms(bench) -> None:
-    """Its own, for drafts after the first, and the target model's, in the steps of runner V1."""
+    """The draft model's own, for drafts after the first, and the target's, on runner V1."""
     builder = bench.make_builder(bench.layers[2:])
     stock = FlashAttentionMetadataBuilder(
         bench.spec, [bench.layers[2].layer_name], bench.config, torch.device("cpu")
@@ -111,7 +111,7 @@ def test_builders_of_a_draft_model_are_vllms(bench) -> None:
 
 
 def test_graphs_of_a_draft_model_are_captured_once(manager, bench) -> None:
-    """Its first pass is captured with the target model's builders."""
+    """The first pass of a draft model is captured with the target model's builders."""
     capture_graphs(manager, bench)
     assert set(manager._relay_plain_graphs) == {Desc(8), Desc(4)} and graphs.have_both
     manager.graphs = {}

@@ -1,4 +1,4 @@
-"""What the interpreter does as a GPU would, or more strictly: `any_order`, `in_bounds`."""
+"""The interpreter as strict as a GPU or stricter: `any_order`, `in_bounds`."""
 
 import pytest
 import torch
