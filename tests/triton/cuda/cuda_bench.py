@@ -151,7 +151,8 @@ class Bench:
 
     def make_builder(self, layers: Sequence[Any]) -> cuda.RelayMetadataBuilder:
         names = [layer.layer_name for layer in layers]
-        return cuda.RelayMetadataBuilder(self.spec, names, self.config, torch.device("cpu"))
+        builder = cuda.RelayBackend.get_builder_cls()
+        return builder(self.spec, names, self.config, torch.device("cpu"))
 
     def set_cache(self, cache: Tensor) -> None:
         self.cache = cache
