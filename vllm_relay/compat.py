@@ -237,8 +237,8 @@ def wrap_engine_args(
     @wrap(engine_args, "from_cli_args")
     def from_cli(stock: Any, cls: Any, args: Any) -> Any:
         made = stock(cls, args)
-        if configured(made):
-            made._relay_chat_template = getattr(args, "chat_template", None)
+        if configured(made) and getattr(args, "chat_template", None):
+            made._relay_chat_template = args.chat_template  # no field: only where it is needed
         return made
 
 
