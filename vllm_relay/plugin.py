@@ -18,10 +18,18 @@ REPORTED = "RELAY_UNAVAILABLE"
 
 
 def register() -> None:
-    """Add ``RELAY`` to vLLM's attention backends, with what it needs. Idempotent.
+    """`install`; one line says why not. Idempotent."""
+    reason = install()
+    if reason is not None and os.environ.get(REPORTED) != reason:
+        os.environ[REPORTED] = reason
+        metrics.say_once(f"unavailable: {reason}")
 
-    Outside `compat.SUPPORTED`, or where vLLM lacks what a patch changes, one line says so; the name
-    is withdrawn, so that asking for it is an error, and vLLM serves as without this plugin.
+
+def install() -> str | None:
+    """Add ``RELAY`` to vLLM's attention backends, with what it needs, or return why not.
+
+    Outside `compat.SUPPORTED`, or where vLLM lacks what a patch changes, the name is withdrawn, so
+    that asking for it is an error, and vLLM serves as without this plugin.
     """
     try:
         if (reason := compat.unsupported()) is None:
@@ -32,9 +40,7 @@ def register() -> None:
     if reason is not None:
         with suppress(Exception):
             compat.withdraw_backend()
-        if os.environ.get(REPORTED) != reason:
-            os.environ[REPORTED] = reason
-            metrics.say_once(f"unavailable: {reason}")
+    return reason
 
 
 def _install() -> None:

@@ -30,6 +30,7 @@ from vllm_relay.backend.memory import memory_bound
 from vllm_relay.backend.packed_cache import PackedCache
 from vllm_relay.backend.step_planner import StepPlanner
 from vllm_relay.calibration.start_up import load_or_measure
+from vllm_relay.calibration.steps import Shape, describe
 from vllm_relay.config import RelayConfig, only_system_kv
 from vllm_relay.ops.native import library as native
 from vllm_relay.ops.native.prepared import AttentionShape
@@ -38,6 +39,8 @@ from vllm_relay.plan import SharingStats
 from vllm_relay.sharing import reads
 
 LEVELS = 3
+# Tokens of each request behind a prefix, where one is told what could be saved.
+OWN = 256
 
 
 class RelayBackend(CPUAttentionBackend):
@@ -61,6 +64,7 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
 
     Attributes:
         planner: None where every step of these layers is vLLM's own.
+        refusal: why none of its layers is relayed, if not for what each says; None if they are.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         self._fallback = Fallback()
         self._scrubbed: list[RelayImpl] = []
         self.planner: StepPlanner | None = None
+        self.refusal: str | None = None
         try:
             self.planner = self._make_planner(config, vllm_config)
         except Exception as error:
@@ -143,6 +148,7 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
             of_model = {x.impl.refusal or "" for x in every if isinstance(x.impl, RelayImpl)}
             if "" not in of_model:
                 reason = f"no layer is supported ({', '.join(sorted(of_model)) or 'none found'})"
+        self.refusal = reason
         if reason is not None:
             metrics.say_once(f"not used: {reason}; vLLM's own CPU attention serves this model")
             return False
@@ -172,6 +178,12 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         except Exception as error:
             self.failed("planning", error)
             return metadata
+
+    def could_save(self, rows: int, tokens: int) -> bool:
+        """True if so many decodes form a group over so many tokens, each with `OWN` more."""
+        step = describe(Shape(rows, tokens, OWN), self.kv_cache_spec.block_size)
+        planned = {} if self.planner is None else self.planner.plan(step)
+        return any(stats.groups for _, stats in planned.values())
 
     def _count(self, planned: Mapping[AttentionShape, tuple[RelayStep, SharingStats]]) -> None:
         """Count a step as that of the shape that shares most."""

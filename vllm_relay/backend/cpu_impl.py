@@ -68,8 +68,9 @@ class RelayImpl(CPUAttentionBackendImpl):
         self._kernel_layout: tuple[tuple[int, torch.Size], native.Layout] | None = None
 
     def _refusal(self) -> str | None:
+        kind = AttentionType(self.attn_type)
         checks = (
-            (self.attn_type != AttentionType.DECODER, f"{self.attn_type} attention"),
+            (kind != AttentionType.DECODER, f"{kind.value} attention"),
             (self.kv_cache_dtype != "auto", f"a {self.kv_cache_dtype} KV cache"),
         )
         return next((name for applies, name in checks if applies), None)

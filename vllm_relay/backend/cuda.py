@@ -60,14 +60,15 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
     """Plans each step once, on the GPU.
 
     Attributes:
-        layers: of the group and the target model, those with a `RelayImpl`. fa_versions: of
-            FlashAttention, theirs.
+        layers: the target model's, of the group, with a `RelayImpl`. fa_versions: theirs.
+        refusal: why none of them is relayed, if not for what each says; None if they are.
         planned: the last step was planned. shared: its layers are to be relayed.
         device_plan: made with the first planned step. history: what the planned steps shared.
     """
 
     # vLLM would keep the plan of another block table.
     supports_update_block_table = False
+    refusal: str | None = None
 
     def __init__(
         self,
@@ -85,8 +86,8 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         self._max_tokens = max(self._max_rows * self._decode_queries, MIXED_TOKENS)
         self._max_seq_len = vllm_config.model_config.max_model_len
         self._levels = self._config.max_levels or LEVELS
-        wanted = self._config.dense
-        self._dense = bool(self._config.system_kv.files) if wanted is None else wanted
+        dense = self._config.dense
+        self._dense = bool(self._config.system_kv.files) if dense is None else dense
         mode = self.compilation_config.cudagraph_mode
         # Then graphs are captured for prefills, too, and read the plan.
         self._graphs_of_all = self.use_full_cuda_graph and mode.mixed_mode() == mode.FULL
@@ -116,7 +117,7 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
             return False
         self._min_saved_tokens, self._min_saved_outside = cuda_support.minimums(self, self._config)
         self._window = cuda_support.least_window(self.layers)
-        if self._window and not self._could_save(self._max_rows, self._window):
+        if self._window and not self.could_save(self._max_rows, self._window):
             metrics.say_once(f"a window of {self._window} tokens saves too little to be relayed")
             return False
         for layer in self.layers:
@@ -134,10 +135,7 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
 
     def _decide(self, vllm_config: VllmConfig) -> bool:
         """True if this builder plans; logs why not, and which layers stay on vLLM's path."""
-        reason = cuda_support.engine_refusal(self, vllm_config)
-        reason = reason or cuda_support.default_refusal(self, vllm_config, self._config)
-        if not self._config.enabled:
-            reason = "switched off by additional_config"
+        reason = cuda_support.refusal(self, vllm_config, self._config)
         if reason is None:
             impls = [layer.impl for layer in self.layers]
             for impl in impls:
@@ -157,6 +155,7 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
                     metrics.say_once(f"layers with {refusal} stay on vLLM's own FlashAttention")
                 return bool(impls)
             reason = f"no layer is supported ({', '.join(refusals)})"
+        self.refusal = reason
         metrics.say_once(f"not used: {reason}; vLLM's own FlashAttention serves these layers")
         return False
 
@@ -238,7 +237,7 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         rows = common.num_reqs
         if fast or rows > self._max_rows or common.causal is not True:
             return False
-        if not self._could_save(rows, self._max_seq_len):
+        if not self.could_save(rows, self._max_seq_len):
             return False
         if self._is_mixed(common):
             # FlashAttention 4 would compile for many queries while requests wait.
@@ -247,7 +246,7 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
             return common.num_actual_tokens <= self._max_tokens
         return common.num_actual_tokens <= self.max_cudagraph_size
 
-    def _could_save(self, rows: int, tokens: int) -> bool:
+    def could_save(self, rows: int, tokens: int) -> bool:
         """True if so many requests could save enough: all share all of so many tokens."""
         return rows >= 2 and (rows - 1) * tokens >= self._min_saved_tokens
 

@@ -21,6 +21,14 @@ from vllm_relay.sharing.gpu import GPUS, HOST_CALL, find_gpu, gpu_costs
 STAND_IN = "A100"
 
 
+def refusal(builder: Any, vllm_config: VllmConfig, config: RelayConfig) -> str | None:
+    """Why no step of a builder's layers is relayed, or None."""
+    if not config.enabled:
+        return "switched off by additional_config"
+    reason = engine_refusal(builder, vllm_config)
+    return reason or default_refusal(builder, vllm_config, config)
+
+
 def engine_refusal(builder: Any, vllm_config: VllmConfig) -> str | None:
     """Why no step of an engine is relayed, or None.
 
@@ -165,8 +173,9 @@ def has_fp8(impl: Any) -> bool:
 
 def layer_refusal(impl: Any) -> str | None:
     """Why a layer, vLLM's FlashAttentionImpl, is not relayed, or None."""
+    kind = AttentionType(impl.attn_type)
     checks = (
-        (impl.attn_type != AttentionType.DECODER, f"{impl.attn_type} attention"),
+        (kind != AttentionType.DECODER, f"{kind.value} attention"),
         (tuple(impl.sliding_window)[1] > 0, "a window on both sides"),
         (impl.alibi_slopes is not None, "ALiBi"),
         (

@@ -12,6 +12,7 @@ import vllm_relay.cli.explain as explain
 from vllm_relay.cli import system_kv
 from vllm_relay.cli.bench import bench
 from vllm_relay.cli.calibrate import calibrate
+from vllm_relay.cli.doctor import doctor
 from vllm_relay.cli.engine import ENGINE_OPTIONS, ESCAPE
 
 app = typer.Typer(
@@ -26,13 +27,14 @@ app.command()(system_kv.inspect)
 app.command(context_settings=ENGINE_OPTIONS)(system_kv.verify)
 app.command()(explain.explain)
 app.command(context_settings=ENGINE_OPTIONS)(calibrate)
+app.command(context_settings=ENGINE_OPTIONS)(doctor)
 app.command(context_settings=ENGINE_OPTIONS)(bench)
 
 
 def main() -> None:
     """Entry point ``vllm-relay``."""
     arguments = sys.argv[1:]
-    if arguments[:1] in (["bench"], ["build"], ["calibrate"], ["verify"]):
+    if arguments[:1] in (["bench"], ["build"], ["calibrate"], ["doctor"], ["verify"]):
         theirs = re.compile(r"-[a-z]")
         arguments = [
             ESCAPE + x if theirs.match(x) and not x.startswith("-o") else x for x in arguments

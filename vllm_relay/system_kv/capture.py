@@ -27,6 +27,7 @@ from vllm_relay.system_kv.idle_connector import IdleConnector
 from vllm_relay.system_kv.manifest import Layer
 
 MODULE = __name__
+SEVERAL_KINDS = "models with several kinds of KV cache are not supported"
 # File with two int64, tokens and steps done; mapped by the first worker and its parent.
 PROGRESS = "progress"
 
@@ -97,7 +98,7 @@ class CaptureConnector(IdleConnector):
         self._prompts: list[list[int]] = extra["prompts"]
         groups = kv_cache_config.kv_cache_groups
         if len(groups) != 1:
-            raise SystemKVError("models with several kinds of KV cache are not supported")
+            raise SystemKVError(SEVERAL_KINDS)
         self._block_size = groups[0].kv_cache_spec.block_size
         if role == KVConnectorRole.SCHEDULER:
             self._requests: dict[str, tuple[int, list[int]]] = {}

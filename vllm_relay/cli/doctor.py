@@ -1,0 +1,139 @@
+"""``vllm-relay doctor``: what this machine and a model make of relay."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
+from typing import Annotated, Any
+
+import typer
+
+from vllm_relay.cli.console import JsonFlag, err, one_line_errors, out
+from vllm_relay.cli.engine import errors_of_the_engine, read_engine_args
+from vllm_relay.lifetime import ended_in_order
+
+KV_SPACE = "1"
+# Prefixes in tokens for which it is told what pays.
+PREFIXES = (256, 1024, 4096, 16384)
+MOST_REQUESTS = 256
+
+
+def doctor(
+    context: typer.Context,
+    model: Annotated[str | None, typer.Argument(help="As for vllm serve.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Check this machine, and what relay does for a model.
+
+    Without a model: the engine, the kernels, the costs. With one, the engine starts without
+    weights and says of each layer whether relay serves it, or why not. Any other option is vLLM's:
+    give those that you serve with.
+    """
+    with one_line_errors(), ended_in_order():
+        found: dict[str, Any] = {"environment": dict(_environment())}
+        if model is not None:
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", KV_SPACE)
+            arguments = read_engine_args("doctor", model, context.args)
+            with errors_of_the_engine(arguments):
+                found |= _ask_engine(arguments)
+    if as_json:
+        out.print_json(data=found)
+        return
+    for name, value in found["environment"].items():
+        out.print(f"{name:12} {value}", soft_wrap=True)
+    if model is not None:
+        _show(found)
+    if found["environment"]["relay"] != "usable":
+        raise typer.Exit(1)
+
+
+def _environment() -> Iterator[tuple[str, str]]:
+    """What relay finds on this machine, by name."""
+    from vllm.platforms import current_platform
+    from vllm.plugins import load_plugins_by_group
+
+    from vllm_relay import plugin
+    from vllm_relay.sharing.cost_store import load, user_file
+
+    yield "vllm-relay", version("vllm-relay")
+    with suppress(PackageNotFoundError):
+        yield "vLLM", version("vllm")
+    yield "device", _device()
+    problem = plugin.install()
+    if "relay" not in load_plugins_by_group("vllm.general_plugins"):
+        problem = "vLLM does not find the plugin: it is not installed, or VLLM_PLUGINS excludes it"
+    if current_platform.is_cpu():
+        from vllm_relay.ops.native import library as native
+
+        kernels = native.library()
+        if isinstance(kernels, str):
+            problem = problem or f"no CPU kernels: {kernels}"
+            yield "kernels", "none"
+        else:
+            yield "kernels", f"{kernels.isa} (of {', '.join(kernels.isas)})"
+    path = user_file()
+    count = len(load(path))
+    yield "costs", f"{count} measurements in {path}" if count else "none measured yet"
+    yield "relay", problem or "usable"
+
+
+def _device() -> str:
+    from vllm.platforms import current_platform
+
+    from vllm_relay.sharing.cost_store import cpu_name
+
+    return cpu_name() if current_platform.is_cpu() else str(current_platform.get_device_name())
+
+
+def _ask_engine(arguments: Any) -> dict[str, Any]:
+    """What the first of the engine's workers says of its layers."""
+    from vllm import LLM
+
+    arguments.load_format = "dummy"
+    if arguments.max_model_len is None:
+        arguments.max_model_len = -1  # what fits
+    arguments.skip_tokenizer_init = arguments.enforce_eager = True
+    arguments.attention_backend = "relay"
+    arguments.worker_extension_cls = "vllm_relay.backend.layer_report.LayerReporter"
+    err.print("vllm-relay: starting the engine without weights")
+    llm = LLM.from_engine_args(arguments)
+    layers = llm.collective_rpc("report_layers", args=(PREFIXES, MOST_REQUESTS))[0]
+    return {"layers": layers, "system_kv": _system_kv(layers)}
+
+
+def _system_kv(layers: Sequence[dict[str, Any]]) -> str:
+    """What a system-KV file of the model holds, or why there can be none."""
+    from vllm_relay.system_kv.capture import SEVERAL_KINDS
+
+    if len({layer["group"] for layer in layers} - {None}) != 1:
+        return f"none: {SEVERAL_KINDS}"
+    if not all(layer["heads"] for layer in layers):
+        return "none: the model keeps other state"
+    return f"KV of {sum(layer['kv_bytes'] > 0 for layer in layers)} layers"
+
+
+def _show(found: dict[str, Any]) -> None:
+    layers = found["layers"]
+
+    def alike(layer: dict[str, Any]) -> str:
+        """A line on a layer, without its name."""
+        heads = f", {layer['heads']}/{layer['kv_heads']} heads of {layer['head_size']}"
+        line = layer["kind"] + (heads if layer["heads"] else "")
+        line += f", window {layer['window']:,}" if layer["window"] else ""
+        if layer["reason"] is not None:
+            return f"{line}: vLLM's own, {layer['reason']}"
+        told = ", ".join(
+            f"{least} requests of {prefix:,} tokens"
+            for prefix, least in zip(PREFIXES, layer["pays_from"], strict=True)
+            if least
+        )
+        never = f"no group of {MOST_REQUESTS} requests pays"
+        return f"{line}: relay; " + (f"sharing pays from {told}" if told else never)
+
+    for line, run in groupby(map(alike, layers)):
+        out.print(f"{len(list(run)):3} x {line}", soft_wrap=True)
+    kv = sum(layer["kv_bytes"] for layer in layers)
+    relayed = sum(layer["kv_bytes"] for layer in layers if layer["reason"] is None)
+    out.print(f"{'KV':12} {kv:,} bytes per token and rank, {relayed:,} in relayed layers")
+    out.print(f"{'system KV':12} {found['system_kv']}")
