@@ -14,6 +14,7 @@ from vllm_relay.calibration.start_up import load_or_measure
 from vllm_relay.calibration.steps import Shape
 from vllm_relay.calibration.worker import probed_layers
 from vllm_relay.sharing import Costs, Forest, Planner, predict, predict_stock, reads
+from vllm_relay.sharing.planner import KEEP_STEPS
 
 # Rounds go on until the median of the ratios is known to such a part of it (its standard error),
 # but not longer than so many seconds per point.
@@ -72,9 +73,11 @@ def _measure(probe: Probe, costs: Costs, shape: Shape) -> dict[str, Any]:
         if error < KNOWN * statistics.median(ratios) or time.perf_counter() - begun > BUDGET:
             break
     medians = [statistics.median(of_call) for of_call in times]
+    best = times[min(0, 2, len(times) - 1, key=medians.__getitem__)]
 
     tables, lens = common.block_table_tensor.numpy(), common.seq_lens.numpy()
     queries = np.diff(common.query_start_loc.numpy())
+    costs = costs.with_packing(KEEP_STEPS)
     choice = Planner(probe.block, reads(), 3, probe.shape.window).plan(tables, lens, queries)
     nothing = Forest((), len(lens), probe.block)
     return {
@@ -84,6 +87,7 @@ def _measure(probe: Probe, costs: Costs, shape: Shape) -> dict[str, Any]:
         "alone_ms": 1e3 * medians[2],
         "always_ms": 1e3 * medians[-1],
         "ratio": statistics.median(ratios),
+        "of_best": statistics.median(a / b for a, b in zip(best, times[1], strict=True)),
         "quartiles": [float(low), float(high)],
         "choice": "vLLM" if stats is None else "groups" if stats.groups else "no groups",
         "shares": shares,

@@ -13,6 +13,7 @@ from vllm_relay.ops.step.native import NativeStep, partial_bytes
 from vllm_relay.plan import SharingStats
 from vllm_relay.sharing import Costs, Forest, Planner, make_plan, stats_of
 from vllm_relay.sharing.forest import Int32Array
+from vllm_relay.sharing.planner import KEEP_STEPS
 from vllm_relay.sharing.window import UNSEEN, without_null_blocks
 
 
@@ -36,8 +37,15 @@ class StepPlanner:
         self.packed = packed
         self._max_partial_bytes = max_partial_bytes
         self._block_size = block_size
+        self._costs = costs
+        # What a window sees of a segment is soon another part: those are not packed.
         self._planners = {
-            shape: Planner(block_size, of_shape, max_levels, shape.window)
+            shape: Planner(
+                block_size,
+                of_shape if shape.window else of_shape.with_packing(KEEP_STEPS),
+                max_levels,
+                shape.window,
+            )
             for shape, of_shape in costs.items()
         }
 
@@ -78,8 +86,8 @@ class StepPlanner:
         plan = make_plan(forest, table, lens, starts)
         groups = sum(map(len, forest.levels))
         found: list[Found | None] = [None] * groups
-        if groups and not shape.window:  # what a window sees of a segment is soon another part
-            found = self.packed.of_step(choice, table, planner.costs)
+        if groups and not shape.window:
+            found = self.packed.of_step(choice, table, self._costs[shape])
         attention = NativeStep(plan, [held is not None for held in found], shape)
         step = RelayStep(plan, [held for held in found if held is not None], attention)
         return step, stats_of(forest, lens)

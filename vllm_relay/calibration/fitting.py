@@ -11,7 +11,7 @@ from vllm_relay import __version__
 from vllm_relay.sharing.cost_store import Constants
 
 # Fewer rounds, or a larger median error, make a guess of a measurement.
-LEAST_ROUNDS, MOST_ERROR = 3, 0.4
+LEAST_ROUNDS, MOST_ERROR = 2, 0.4
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from vllm_relay.calibration.probe import Probe, cache_bytes
 from vllm_relay.calibration.steps import Shape
 from vllm_relay.ops.native import library as native
 from vllm_relay.sharing import Costs, Forest, KernelCosts, Planner, predict, reads
+from vllm_relay.sharing.cost import far_tokens
 from vllm_relay.sharing.cost_store import Constants, cpu_name
 
 # KV reads that no group saves: `reads` then leaves every request by itself.
@@ -59,7 +60,7 @@ def _unshared(*steps: tuple[int, int]) -> tuple[Shape, ...]:
 QUICK = Effort(
     rounds=5,
     seconds=4.0,
-    kv_bytes=96 << 20,
+    kv_bytes=160 << 20,
     alone=_unshared((1, 128), (1, 2048), (8, 128), (8, 1024), (32, 16), (32, 256)),
     sharing=(Shape(8, 512, 16), Shape(32, 512, 16), Shape(32, 2048, 16), Shape(8, 4096, 16)),
     several=(Shape(4, 0, 512, 8, 0), Shape(1, 0, 1024, 256, 0)),
@@ -109,7 +110,8 @@ def measure(probe: Probe, effort: Effort) -> Measurement:
 
     room = (len(probe.cache) - 1) * block
     segments = [(n, t) for n, tokens in effort.segments if (t := _whole(tokens, block)) <= room]
-    every = _fitting(probe, *effort.alone, *effort.sharing, *effort.several)
+    beyond = Shape(4, int(2 * near), 16)
+    every = _fitting(probe, *effort.alone, *effort.sharing, beyond, *effort.several)
     copied = min(8, len(probe.cache) - 1)
     of_steps = [_work(step, near) for step in every] * units
     of_segments = np.array([[1, n, t, 0, 0, n * t] for n, t in segments]) * units
@@ -129,7 +131,7 @@ def measure(probe: Probe, effort: Effort) -> Measurement:
     }
     calls = [call for _, of_kernel in kernels_of.values() for call in of_kernel]
     times = probe.rounds(calls, effort.rounds, seconds=_OF_KERNELS * effort.seconds)
-    taken = iter(map(statistics.median, times))
+    taken = iter(map(statistics.median_low, times))  # the less disturbed one of two
     fitted, errors = {}, {}
     for name, (work, of_kernel) in kernels_of.items():
         fitted[name], errors[name] = fit(work, [next(taken) for _ in of_kernel])
@@ -178,7 +180,8 @@ def _kernel(constants: Iterable[float]) -> KernelCosts:
 def _work(shape: Shape, near: float) -> list[float]:
     """Units of work of a step, by `_TERMS`, in tokens."""
     each = shape.shared + shape.own
-    tokens, far = shape.rows * each, shape.rows * max(each - near, 0)
+    tokens = shape.rows * each
+    far = shape.rows * float(far_tokens(np.array([each]), near, evicts=True)[0])
     first = shape.rows * shape.own + shape.groups * shape.shared
     return [1, shape.rows * shape.queries, first, tokens, far, shape.queries * tokens]
 
@@ -189,6 +192,7 @@ def _rest(probe: Probe, effort: Effort, costs: Costs) -> tuple[float, float]:
     From steps with their groups and without: what else is mispredicted of a step cancels.
     """
     calls, expected = [], []
+    packed = replace(costs, copy=0.0).with_packing(1)  # as the probe's segments are
     for shape in _fitting(probe, *effort.whole):
         common = probe.step(shape)
         calls += [probe.relay(common, reads(least))[0] for least in (0, NO_GROUPS)]
@@ -196,7 +200,7 @@ def _rest(probe: Probe, effort: Effort, costs: Costs) -> tuple[float, float]:
         queries = np.full(shape.rows, shape.queries, dtype=np.int32)
         choice = planner.plan(common.block_table_tensor.numpy(), common.seq_lens.numpy(), queries)
         none = Forest((), shape.rows, probe.block)
-        expected.append([predict(forest, choice.shape, costs) for forest in (choice.forest, none)])
+        expected.append([predict(forest, choice.shape, packed) for forest in (choice.forest, none)])
     times = probe.rounds(calls, effort.rounds, seconds=(1 - _OF_KERNELS) * effort.seconds)
     taken = np.median(times, axis=1).reshape(-1, 2)
     predicted = np.array(expected)

@@ -5,6 +5,7 @@ Runs in the process that serves, with its threads and kernels, on a KV cache of 
 
 import copy
 import math
+import random
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -144,7 +145,7 @@ class Probe:
         cold: bool = True,
         seconds: float = math.inf,
     ) -> list[list[float]]:
-        """Seconds of each call, interleaved; forwards, then backwards.
+        """Seconds of each call, interleaved; the order of a round is random, by a fixed seed.
 
         First each runs once, which packs segments. With ``cold`` the caches hold nothing that a
         call reads; else the same call has just read it. Ends before a round that would not be over
@@ -155,7 +156,9 @@ class Probe:
             call()
         taken: list[list[float]] = [[] for _ in calls]
         order = list(zip(calls, taken, strict=True))
+        shuffle = random.Random(0).shuffle
         for _ in range(repeats):
+            shuffle(order)  # what ran before a call has its part in its time
             round_started = time.perf_counter()
             for call, times in order:
                 if cold:
@@ -165,7 +168,6 @@ class Probe:
                 begun = time.perf_counter()
                 call()
                 times.append(time.perf_counter() - begun)
-            order.reverse()
             now = time.perf_counter()
             if now - started + now - round_started > seconds:
                 break

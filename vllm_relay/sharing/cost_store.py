@@ -92,6 +92,7 @@ class Constants:
             system=self.system.scaled(**per_token),
             packed=self.packed.scaled(**per_token),
             near=self.cache / (kv if is_gpu(self.device) else 2 * head_size * item),
+            evicts=not is_gpu(self.device),
             fusion=self.fusion * query,
             step=self.step,
             level=self.level,

@@ -48,7 +48,7 @@ def start(dtype: torch.dtype = torch.bfloat16, **scores: Any) -> Bench:
 
 def costs_of(bench: Bench) -> Costs:
     assert bench.impl.shape is not None and bench.builder.planner is not None
-    return bench.builder.planner._planners[bench.impl.shape].costs
+    return bench.builder.planner._costs[bench.impl.shape]
 
 
 def segment_seconds(costs: Costs, queries: int, tokens: int) -> float:

@@ -19,6 +19,7 @@ from vllm_relay.sharing import (
     predict_stock,
     reads,
 )
+from vllm_relay.sharing.cost import far_tokens
 
 BLOCK_SIZE = 16
 # Primes, so that a term that is missing or counted twice shows.
@@ -96,6 +97,26 @@ def test_a_context_beyond_the_cache_is_charged_for_it() -> None:
     # Contexts of 28 and 18 tokens, and 40 tokens of the ungrouped request.
     expected = predict(forest, THREE, replace(COSTS, near=100.0)) + 67 * (28 - 20 + 40 - 20)
     assert predict(forest, THREE, near) == pytest.approx(expected)
+
+
+def test_a_context_that_evicts_itself_is_far_as_a_whole() -> None:
+    tokens = np.array([70, 115, 160, 300])
+    np.testing.assert_allclose(far_tokens(tokens, 100.0, evicts=True), [0, 115 / 2, 160, 300])
+    evicts = replace(COSTS, near=20.0, evicts=True)
+    forest = Forest(((group(0, 2, 0, 1),),), 3, BLOCK_SIZE)
+    # 28 of 20 tokens: 7/9 of them; 18: 2/9; 40: all.
+    far = 28 * (1.4 - 0.7) / 0.9 + 18 * (0.9 - 0.7) / 0.9 + 40
+    expected = predict(forest, THREE, replace(COSTS, near=100.0)) + 67 * far
+    assert predict(forest, THREE, evicts) == pytest.approx(expected)
+
+
+def test_packed_segments_pay_for_their_packing() -> None:
+    packed = KernelCosts(call=71.0, token=73.0, first=79.0, pair=37.0)
+    given = replace(COSTS, packed=packed, copy=576.0)
+    assert given.with_packing(64).system == replace(packed, first=79.0 + 9.0)
+    # 8 queries save 48 per token, which are spent on 38 more for the first read, and the packing.
+    assert given.with_packing(57) == given
+    assert COSTS.with_packing(64) == COSTS
 
 
 def test_a_margin_slows_our_kernels_alone() -> None:
