@@ -3,7 +3,17 @@
 Importing this package loads neither torch nor vLLM.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 __version__ = "0.1.0"
+
+
+def order(prompts: Sequence[Any]) -> list[int]:
+    """`vllm_relay.sharing.order.order`: prompts with common prefixes next to one another."""
+    from vllm_relay.sharing import order
+
+    return order.order(prompts)
 
 
 def register() -> None:

@@ -119,6 +119,22 @@ def test_several_concurrencies_make_a_list() -> None:
     assert data("trace.jsonl", "--concurrency", "8") == found[1]
 
 
+def test_requests_in_another_order_share_more() -> None:
+    rows = tree([4, 32], [256, 32], 32, output=3)
+    write(Path("ordered.jsonl"), rows)
+    write(Path("mixed.jsonl"), random.Random(1).sample(rows, len(rows)))
+    options = ("--block-tokens", "32", "--concurrency", "8", "--objective", "reads")
+    ordered, mixed = (data(f"{x}.jsonl", *options, "--reorder") for x in ("ordered", "mixed"))
+    best = ordered["saved"]
+    assert mixed["saved"] < best == mixed["reordered"]["saved"] == ordered["reordered"]["saved"]
+    shown = cli("mixed.jsonl", *options, "--reorder").stdout
+    assert re.search(rf"reordered: KV reads saved +{100 * best:.1f} %", shown)
+    fast = mixed["reordered"]["times_as_fast"]
+    assert fast > 1 == ordered["reordered"]["times_as_fast"]
+    assert re.search(rf"than in the given order +{fast:.2f} x as fast", shown)
+    assert "reordered" not in cli("mixed.jsonl", *options).stdout
+
+
 def test_costs_decide() -> None:
     slow = Path("devices.json").read_text().replace('"call": 1e-06', '"call": 0.1')
     options = ("trace.jsonl", "--concurrency", "8")

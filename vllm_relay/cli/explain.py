@@ -55,6 +55,9 @@ def explain(
     device: Annotated[
         str | None, typer.Option(help="Device of the costs. Default: this machine.")
     ] = None,
+    reorder: Annotated[
+        bool, typer.Option("--reorder", help="Also replay it in the order of vllm_relay.order.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Replay a request log: shared prefixes, KV reads saved, predicted speed-up.
@@ -81,43 +84,51 @@ def explain(
         from vllm_relay.explain.trace import read_trace
         from vllm_relay.sharing.cost import reads
         from vllm_relay.sharing.cost_store import find_costs
+        from vllm_relay.sharing.planner import KEEP_STEPS
         from vllm_relay.sharing.whole_files import replacing
 
         found = find_costs(**shape, device=device)
         by_time = objective is Objective.TIME
-        costs = found.costs.with_margin(found.margin) if by_time else reads()
+        seconds = found.costs.with_packing(KEEP_STEPS)
+        costs = seconds.with_margin(found.margin) if by_time else reads()
         if plot is not None:
             if importlib.util.find_spec("matplotlib") is None:
                 raise ValueError("--plot needs matplotlib: pip install matplotlib")
             draft = files.enter_context(replacing(plot))
         log = read_trace(trace, block_tokens, _tokenize(tokenizer or model))
 
-        def run(count: int) -> Any:
+        def run(count: int, log: Any = log) -> Any:
             with progress("requests", lines=False) as bar:
                 return replay(
                     log,
                     count,
                     costs=costs,
-                    seconds=found.costs,
+                    seconds=seconds,
                     max_levels=levels,
                     report=lambda done: bar(f"{count:,} at once", done, len(log.requests)),
                 )
 
-        results = [run(count) for count in concurrency or [64]]
+        counts = concurrency or [64]
+        results = [run(count) for count in counts]
+        ordered = log.reordered() if reorder else None
+        reordered = [run(count, ordered) for count in counts] if ordered else []
         if plot is not None:
             from vllm_relay.cli.plot import draw
 
             draw(results, draft, trace.name)
 
-    from vllm_relay.cli.report import as_data, show
+    from vllm_relay.cli.report import TOTALS, as_data, gain, show
 
     options = {"objective": objective.value, "max_levels": max_levels}
     if as_json:
         used = {**shape, "source": found.source, "margin": found.margin, **options}
         data = [as_data(result, log, used) for result in results]
+        for entry, given, other in zip(data, results, reordered, strict=False):
+            totals = {name: getattr(other, name) for name in TOTALS}
+            entry["reordered"] = totals | {"times_as_fast": gain(given, other)}
         out.print_json(data=data if len(data) > 1 else data[0])
     else:
-        show(results, log, trace, found.source, **options)
+        show(results, reordered, log, trace, found.source, **options)
 
 
 def _levels(given: str) -> int:

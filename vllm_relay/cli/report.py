@@ -39,9 +39,20 @@ def as_data(result: Replay, log: Trace, used: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(
-    results: list[Replay], log: Trace, path: Path, source: str, *, objective: str, max_levels: str
+    results: list[Replay],
+    reordered: list[Replay],
+    log: Trace,
+    path: Path,
+    source: str,
+    *,
+    objective: str,
+    max_levels: str,
 ) -> None:
-    """Print replays of one trace beside each other, then the groups of each."""
+    """Print replays of one trace beside each other, then the groups of each.
+
+    Args:
+        reordered: the same replays in another order of requests; empty if there are none.
+    """
     count = len(log.requests)
     mean = sum(request.input_length for request in log.requests) / count
     page = Console(**PLAIN)
@@ -54,7 +65,7 @@ def show(
     page.print(f"decode steps only; groups are chosen for the {aim}, {levels}")
     page.print(f"{source}\n")
     page.print("KV tokens read per layer, in all decode steps", style="bold")
-    page.print(_totals(results))
+    page.print(_totals(results, reordered))
     page.print("Where the reads of vLLM's attention go, and why they stay", style="bold")
     page.print(_where_reads_go(results, objective, max_levels))
     for result in results:
@@ -63,6 +74,11 @@ def show(
             title += f": {SHOWN} of {len(result.groups):,} segments, those that save most"
         page.print(title, style="bold")
         page.print(_groups(result) if result.groups else f"  {_why_none(result)}\n")
+
+
+def gain(given: Replay, reordered: Replay) -> float:
+    """Predicted time of attention with relay in the given order, over that in another."""
+    return given.seconds_relay / reordered.seconds_relay if reordered.seconds_relay else 1.0
 
 
 def _why_none(result: Replay) -> str:
@@ -83,7 +99,7 @@ def _table(results: list[Replay], rows: dict[str, list[str]]) -> Table:
     return table
 
 
-def _totals(results: list[Replay]) -> Table:
+def _totals(results: list[Replay], reordered: list[Replay]) -> Table:
     rows = {
         "decode steps": [f"{r.steps:,}" for r in results],
         "  with groups": [_share(r.steps_relayed, r.steps) for r in results],
@@ -94,6 +110,11 @@ def _totals(results: list[Replay]) -> Table:
         "KV reads saved": [_percent(r.saved) for r in results],
         "attention, predicted": [f"{r.predicted_speedup:.2f} x as fast" for r in results],
     }
+    if reordered:
+        rows["reordered: KV reads saved"] = [_percent(r.saved) for r in reordered]
+        rows["  each shared block once"] = [_tokens(r.kv_tokens_once) for r in reordered]
+        pairs = list(zip(results, reordered, strict=True))
+        rows["  than in the given order"] = [f"{gain(a, b):.2f} x as fast" for a, b in pairs]
     return _table(results, rows)
 
 

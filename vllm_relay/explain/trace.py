@@ -1,12 +1,13 @@
 """Request logs: JSON lines -> the requests, with the KV blocks that their prompts would lie in."""
 
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, StrictFloat, StrictInt
 
+from vllm_relay.sharing.order import order
 from vllm_relay.validation import Count, checked, parse_json
 
 # Text of a prompt, or its chat messages, to token ids.
@@ -55,6 +56,11 @@ class Trace:
 
     requests: list[Request]
     block_tokens: int
+
+    def reordered(self) -> "Trace":
+        """All requests at once, in the order of `vllm_relay.order`."""
+        at = order([request.blocks for request in self.requests])
+        return Trace([replace(self.requests[i], timestamp=0.0) for i in at], self.block_tokens)
 
 
 def read_trace(
