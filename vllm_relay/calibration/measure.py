@@ -25,7 +25,7 @@ from vllm_relay.sharing.cost_store import Constants, cpu_name
 NO_GROUPS = 10**12
 _OF_KERNELS = 0.7
 # The terms of a kernel, in the order of `_work`.
-_TERMS = ("call", "token", "first", "read", "far", "pair")
+_TERMS = ("call", "row", "token", "first", "read", "far", "pair")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,10 @@ QUICK = Effort(
     kv_bytes=160 << 20,
     alone=_unshared((1, 128), (1, 2048), (8, 128), (8, 1024), (32, 16), (32, 256)),
     sharing=(Shape(8, 512, 16), Shape(32, 512, 16), Shape(32, 2048, 16), Shape(8, 4096, 16)),
-    several=(Shape(4, 0, 512, 8, 0), Shape(1, 0, 1024, 256, 0)),
+    several=(
+        *(Shape(4, 0, 512, 8, 0), Shape(1, 0, 1024, 256, 0)),
+        *(Shape(1, 0, 64, 64, 0), Shape(16, 0, 32, 32, 0)),
+    ),
     segments=((2, 512), (2, 4096), (8, 2048), (32, 512), (32, 2048), (128, 512)),
     fusions=((2, 8), (3, 64)),
     whole=(Shape(2, 128, 16), Shape(8, 512, 16), Shape(32, 512, 64)),
@@ -84,6 +87,7 @@ THOROUGH = Effort(
     several=(
         *(Shape(4, 0, 1024, 8, 0), Shape(16, 0, 512, 4, 0), Shape(2, 0, 2048, 64, 0)),
         *(Shape(1, 0, 1024, 256, 0), Shape(8, 1024, 64, 4)),
+        *(Shape(1, 0, 64, 64, 0), Shape(16, 0, 32, 32, 0)),
     ),
     segments=(
         *((2, 512), (2, 4096), (8, 512), (8, 4096), (32, 1024), (32, 4096), (128, 512)),
@@ -104,7 +108,7 @@ def measure(probe: Probe, effort: Effort) -> Measurement:
     query = shape.heads * shape.head_size * shape.dtype.itemsize
     kv = 2 * shape.kv_heads * shape.head_size * shape.dtype.itemsize
     flops = 4 * shape.heads * shape.head_size
-    units = np.array([1.0, query, kv, kv, kv, flops])
+    units = np.array([1.0, 1.0, query, kv, kv, kv, flops])
     cache = cache_bytes()
     near = cache / (2 * shape.head_size * shape.dtype.itemsize)
 
@@ -114,7 +118,7 @@ def measure(probe: Probe, effort: Effort) -> Measurement:
     every = _fitting(probe, *effort.alone, *effort.sharing, beyond, *effort.several)
     copied = min(8, len(probe.cache) - 1)
     of_steps = [_work(step, near) for step in every] * units
-    of_segments = np.array([[1, n, t, 0, 0, n * t] for n, t in segments]) * units
+    of_segments = np.array([[1, 0, n, t, 0, 0, n * t] for n, t in segments]) * units
     inputs = [(probe.query(n), np.arange(1, 1 + t // block, dtype=np.int32)) for n, t in segments]
     # Kernel -> units of work of each call, and the calls.
     kernels_of: dict[str, tuple[Any, list[Callable[[], Any]]]] = {
@@ -183,7 +187,8 @@ def _work(shape: Shape, near: float) -> list[float]:
     tokens = shape.rows * each
     far = shape.rows * float(far_tokens(np.array([each]), near, evicts=True)[0])
     first = shape.rows * shape.own + shape.groups * shape.shared
-    return [1, shape.rows * shape.queries, first, tokens, far, shape.queries * tokens]
+    rows, queries = shape.rows, shape.queries
+    return [1, rows, rows * queries, first, tokens, far, queries * tokens]
 
 
 def _rest(probe: Probe, effort: Effort, costs: Costs) -> tuple[float, float]:

@@ -2,15 +2,15 @@
 
 Each kernel takes, per layer,
 
-    call + token * query tokens + first * KV tokens that it reads for the first time
+    call + row * requests + token * query tokens + first * KV tokens read for the first time
          + read * (request, KV token) pairs + far * those that a near cache does not hold
          + pair * (query token, KV token) pairs
 
-The terms are launches, work per query, memory traffic, traffic from caches, more of that where a
-request's KV exceeds the nearest (`far_tokens`), and arithmetic. vLLM's own kernel and context
-attention read what requests share from memory once and from caches for each. System attention reads
-a segment once for all its queries; context attention reads the rest of every request; fusion, in a
-step with groups, takes time per query token and partial.
+The terms are launches, work per request and per query, memory traffic, traffic from caches, more of
+that where a request's KV exceeds the nearest (`far_tokens`), and arithmetic. vLLM's own kernel and
+context attention read what requests share from memory once and from caches for each. System
+attention reads a segment once for all its queries; context attention reads the rest of every
+request; fusion, in a step with groups, takes time per query token and partial.
 
 The memory traffic of a prefix in no group is charged to its requests in equal parts. So predicted
 time is a sum over groups and requests, and good groups can be found by recursion.
@@ -36,12 +36,13 @@ class KernelCosts:
     (`cost_store.Constants`), which holds for other head shapes, too.
 
     Attributes:
-        call: per call. token: per unit of queries. first: per unit of KV read for the first time.
-        read: per unit of KV that a request reads. far: in addition beyond a core's cache.
-        pair: per unit of arithmetic.
+        call: per call. row: per request. token: per unit of queries.
+        first: per unit of KV read for the first time. read: per unit of KV that a request reads.
+        far: in addition beyond a core's cache. pair: per unit of arithmetic.
     """
 
     call: float = 0.0
+    row: float = 0.0
     token: float = 0.0
     first: float = 0.0
     read: float = 0.0
@@ -185,6 +186,7 @@ def predict_stock(shape: StepShape, costs: Costs) -> float:
     stock, lens, queries = costs.stock, shape.seq_lens.astype(np.int64), shape.query_lens
     return float(
         stock.call
+        + stock.row * np.count_nonzero(queries)
         + stock.token * queries.sum()
         + stock.first * shape.tokens_once()
         + costs.reading(stock, lens).sum()
@@ -195,7 +197,7 @@ def predict_stock(shape: StepShape, costs: Costs) -> float:
 def predict(forest: Forest, shape: StepShape, costs: Costs) -> float:
     """Seconds per layer that a step takes on our kernels with these groups, or without any."""
     size, context, system = shape.block_size, costs.context, costs.system
-    total = context.call
+    total = context.call + context.row * np.count_nonzero(shape.query_lens)
     queries = shape.query_lens.astype(np.int64)
     end = np.zeros(len(queries), dtype=np.int64)
     partials = np.zeros(len(queries), dtype=np.int64)

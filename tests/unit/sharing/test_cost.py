@@ -24,8 +24,8 @@ from vllm_relay.sharing.cost import far_tokens
 BLOCK_SIZE = 16
 # Primes, so that a term that is missing or counted twice shows.
 COSTS = Costs(
-    stock=KernelCosts(call=2.0, token=3.0, first=5.0, read=7.0, pair=11.0, far=61.0),
-    context=KernelCosts(call=13.0, token=17.0, first=19.0, read=23.0, pair=29.0, far=67.0),
+    stock=KernelCosts(call=2.0, row=1.5, token=3.0, first=5.0, read=7.0, pair=11.0, far=61.0),
+    context=KernelCosts(call=13.0, row=0.5, token=17.0, first=19.0, read=23.0, pair=29.0, far=67.0),
     system=KernelCosts(call=31.0, token=37.0, first=41.0, pair=43.0),
     near=45.0,
     fusion=47.0,
@@ -61,13 +61,13 @@ def test_a_step_is_counted_once_and_as_vllm_reads_it() -> None:
 
 def test_predicted_time_of_vllms_own_attention() -> None:
     pairs, far = 60 + 2 * 50 + 40, 15 + 5
-    expected = 2 + 3 * 4 + 5 * 70 + 7 * 150 + 61 * far + 11 * pairs
+    expected = 2 + 1.5 * 3 + 3 * 4 + 5 * 70 + 7 * 150 + 61 * far + 11 * pairs
     assert predict_stock(THREE, COSTS) == pytest.approx(expected)
 
 
 def test_predicted_time_of_our_kernels_without_a_group() -> None:
     pairs, far = 60 + 2 * 50 + 40, 15 + 5
-    expected = 13 + 17 * 4 + 19 * 70 + 23 * 150 + 67 * far + 29 * pairs
+    expected = 13 + 0.5 * 3 + 17 * 4 + 19 * 70 + 23 * 150 + 67 * far + 29 * pairs
     assert predict(Forest((), 3, BLOCK_SIZE), THREE, COSTS) == pytest.approx(expected)
 
 
@@ -76,7 +76,7 @@ def test_predicted_time_with_two_levels_and_a_request_in_one() -> None:
     check_forest(forest)
     system = 31 + 41 * 32 + (37 + 43 * 32) * 4 + 31 + 41 * 16 + (37 + 43 * 16) * 3
     left, first = np.array([12, 2, 8]), np.array([12, 2, 8])
-    context = 13 + 17 * 4 + 19 * first.sum() + 23 * left.sum() + 29 * (12 + 2 * 2 + 8)
+    context = 13 + 0.5 * 3 + 17 * 4 + 19 * first.sum() + 23 * left.sum() + 29 * (12 + 2 * 2 + 8)
     fusion = 47 * (3 + 2 * 3 + 2)
     expected = system + context + fusion + 53 + 2 * 59
     assert predict(forest, THREE, COSTS) == pytest.approx(expected)
@@ -85,7 +85,7 @@ def test_predicted_time_with_two_levels_and_a_request_in_one() -> None:
 def test_a_prefix_in_no_group_is_shared_out_to_those_who_read_it() -> None:
     forest = Forest(((group(0, 2, 0, 1),),), 3, BLOCK_SIZE)
     system = 31 + 41 * 32 + (37 + 43 * 32) * 3
-    context = 13 + 17 * 3 + 19 * (8 + 12 + 8 + 2) + 23 * (28 + 18) + 29 * (28 + 2 * 18)
+    context = 13 + 0.5 * 3 + 17 * 3 + 19 * (8 + 12 + 8 + 2) + 23 * (28 + 18) + 29 * (28 + 2 * 18)
     alone = 17 + 19 * (32 / 3 + 8) + 23 * 40 + 29 * 40
     expected = alone + system + context + 47 * (2 * 3 + 1) + 53 + 59
     assert predict(forest, THREE, COSTS) == pytest.approx(expected)
