@@ -19,6 +19,7 @@ from benchmarks.suites import (
     bench_decode,
     bench_fewshot,
     bench_needles,
+    bench_order,
     bench_throughput,
     bench_tree,
 )
@@ -55,9 +56,10 @@ def shared(started: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
         # "relay" finds as many levels as there are: here two
         yield {key: started["relay" if key == "relay-2-levels" else key] for key in keys}
 
-    for module in (latin_square, bench_decode):
+    for module in (latin_square, bench_decode, bench_order):
         monkeypatch.setattr(module, "engines", found)
-    monkeypatch.setattr(bench_tree, "write_random_model", lambda folder, *heads: folder)
+    for module in (bench_tree, bench_order):
+        monkeypatch.setattr(module, "write_random_model", lambda folder, *heads: folder)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +120,23 @@ def test_attention_is_measured_beside_the_theory(results: Path) -> None:
     assert all(float(row["ms"]) > 0 and float(row["times_vllms_error"]) < 3 for row in rows)
     assert_reported(results, path)
     assert path.with_name(f"{path.stem}-theory.png").stat().st_size > 10_000
+
+
+def test_orders_are_measured_and_answers_are_those_of_the_prompts(
+    results: Path, shared: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = "--tenants 4 --each 3 --prefix 128 --own 8 --generate 3 --at-once 2 --repeats 1"
+    assert bench_order.main([*options.split(), "--save"]) == 0
+    _, rows = read(results, "order")
+    assert [(row["system"], row["order"]) for row in rows] == [
+        (system, order) for system in ("stock", "relay") for order in ("random", "ordered")
+    ]
+    assert all(row["prompt_tokens"] == str(12 * 136) for row in rows)
+    assert all(float(row["seconds"]) > 0 for row in rows)
+    # Answers in the order in which they came are not those to the prompts.
+    monkeypatch.setattr(bench_order, "sorted", lambda pairs, key: list(pairs), raising=False)
+    assert bench_order.main(options.split()) == 1
+    assert "answers differ, no speed is reported" in capsys.readouterr().out
 
 
 def test_wrong_answers_give_no_speed(

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_relay.serving.agreement import check
 from vllm_relay.serving.commands import bench_serve
@@ -22,6 +22,7 @@ from vllm_relay.serving.systems import REFERENCE, SYSTEMS, memory_share
 # Seconds until a server must be ready: models can be large, and kernels compile.
 READY = 1800.0
 EVERYTHING_AT_ONCE = math.inf
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def relay_counters(log: str) -> dict[str, int]:
     return {k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", lines[-1])} if lines else {}
 
 
-def interleaved(keys: Sequence[str], number: int) -> list[str]:
+def interleaved(keys: Sequence[Key], number: int) -> list[Key]:
     """Order of the systems in a round: rows of a Latin square, alternately forward and backward.
 
     In as many rounds as systems (twice as many for odd counts) each system takes each place once,
