@@ -14,7 +14,6 @@ from vllm_relay.calibration.start_up import load_or_measure
 from vllm_relay.calibration.steps import Shape
 from vllm_relay.calibration.worker import probed_layers
 from vllm_relay.sharing import Costs, Forest, Planner, predict, predict_stock, reads
-from vllm_relay.sharing.planner import KEEP_STEPS
 
 # Rounds go on until the median of the ratios is known to such a part of it (its standard error),
 # but not longer than so many seconds per point.
@@ -77,7 +76,7 @@ def _measure(probe: Probe, costs: Costs, shape: Shape) -> dict[str, Any]:
 
     tables, lens = common.block_table_tensor.numpy(), common.seq_lens.numpy()
     queries = np.diff(common.query_start_loc.numpy())
-    costs = costs.with_packing(KEEP_STEPS)
+    costs = replace(costs, system=costs.packed or costs.system)  # as the probe's segments are
     choice = Planner(probe.block, reads(), 3, probe.shape.window).plan(tables, lens, queries)
     nothing = Forest((), len(lens), probe.block)
     return {

@@ -69,12 +69,14 @@ class PackedCache:
 
     Args:
         bytes_per_block: keys and values of one block over all layers of the group.
+
+    Attributes:
         max_bytes: bound for all segments.
     """
 
     def __init__(self, bytes_per_block: int, max_bytes: int) -> None:
         self._bytes_per_block = bytes_per_block
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._segments: list[Segment] = []
         self._pinned: set[int] = set()
         # Seconds per layer that steps would have gained from segments that were not packed.
@@ -174,7 +176,7 @@ class PackedCache:
         inside = [s for s in self._segments if new.holds(s.block_ids, s.start) and s not in in_use]
         spare = [s for s in self._segments if not (s in in_use or s.pinned or s in inside)]
         stay = [s for s in self._segments if s not in inside and s not in spare]
-        room = self._max_bytes - nbytes - sum(s.nbytes for s in stay)
+        room = self.max_bytes - nbytes - sum(s.nbytes for s in stay)
         if room < 0:
             return None
         while sum(s.nbytes for s in spare) > room:

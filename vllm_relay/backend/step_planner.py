@@ -39,10 +39,11 @@ class StepPlanner:
         self._block_size = block_size
         self._costs = costs
         # What a window sees of a segment is soon another part: those are not packed.
+        room = packed.max_bytes > 0
         self._planners = {
             shape: Planner(
                 block_size,
-                of_shape if shape.window else of_shape.with_packing(KEEP_STEPS),
+                of_shape.with_packing(KEEP_STEPS) if room and not shape.window else of_shape,
                 max_levels,
                 shape.window,
             )

@@ -197,7 +197,7 @@ def _rest(probe: Probe, effort: Effort, costs: Costs) -> tuple[float, float]:
     From steps with their groups and without: what else is mispredicted of a step cancels.
     """
     calls, expected = [], []
-    packed = replace(costs, copy=0.0).with_packing(1)  # as the probe's segments are
+    packed = replace(costs, system=costs.packed or costs.system)  # as the probe's segments are
     for shape in _fitting(probe, *effort.whole):
         common = probe.step(shape)
         calls += [probe.relay(common, reads(least))[0] for least in (0, NO_GROUPS)]

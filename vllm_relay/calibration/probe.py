@@ -78,6 +78,7 @@ class Probe:
             part.copy_(some[: len(part)])
         caches = cache_bytes(3) + torch.get_num_threads() * cache_bytes(2)
         self._flush = torch.zeros(max(caches, _FLUSH_BYTES) // 4)
+        self._random = random.Random(0)
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
@@ -156,9 +157,8 @@ class Probe:
             call()
         taken: list[list[float]] = [[] for _ in calls]
         order = list(zip(calls, taken, strict=True))
-        shuffle = random.Random(0).shuffle
         for _ in range(repeats):
-            shuffle(order)  # what ran before a call has its part in its time
+            self._random.shuffle(order)  # what ran before a call has its part in its time
             round_started = time.perf_counter()
             for call, times in order:
                 if cold:

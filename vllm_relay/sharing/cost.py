@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from vllm_relay.sharing.forest import Forest, Int32Array
 from vllm_relay.sharing.trie import Trie
 
+# Of a group, for which `Costs.with_packing` decides: most groups worth packing have more.
 _QUERIES = 8
 
 
@@ -70,7 +71,7 @@ class Costs:
             `far_tokens`.
         fusion: per query token and partial.
         step: per step with groups, whatever is in it. level: per level.
-        copy: per KV token of a segment that is packed; paid once, not in the predictions.
+        copy: per KV token of a segment that is packed; paid once, predicted by `with_packing` only.
     """
 
     stock: KernelCosts
@@ -124,7 +125,7 @@ def far_tokens(
         tokens: of each request.
         evicts: True where one core reads them in order, time after time (CPUs): what exceeds the
             cache pushes out the rest before it is read again. Some of it from 0.7 of ``near`` on,
-            all from 1.6: measured on a Xeon, heads of 64 and of 128. Else the excess alone is far.
+            all from 1.6: fitted by hand to one Xeon. Else the excess alone is far.
     """
     lens = np.asarray(tokens, dtype=np.float64)
     if not evicts:

@@ -48,6 +48,21 @@ def test_a_segment_is_packed_once_the_regret_has_reached_its_price() -> None:
     assert [packed(bench, step) for _ in range(100)] == [[False]] * 100
 
 
+def test_groups_have_the_speed_of_packed_segments_where_there_is_room_for_some() -> None:
+    bench, step = bench_of(), make_step([[1, 2, 10], [1, 2, 11], [1, 2, 12]], [70, 80, 90])
+    kernel = KernelCosts(read=1.0)
+    costs = Costs(
+        stock=kernel,
+        context=kernel,
+        system=KernelCosts(first=1.0, pair=0.8),  # 3 requests read 3 times, or 3.4 times that
+        packed=KernelCosts(first=1.0, pair=0.1),
+    )
+    bench.plan_by(costs)
+    assert packed(bench, step) == [True]
+    bench.plan_by(costs, room=0)
+    assert not hasattr(bench.builder.build(0, step), "relay")
+
+
 def test_a_step_packs_one_segment() -> None:
     bench, step = bench_of(), make_step(TABLES, LENS)
     bench.plan_by(timed(copy=1e-9, packed=KernelCosts(first=0.5)))
