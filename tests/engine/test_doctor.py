@@ -64,6 +64,9 @@ def test_without_a_model_the_machine_is_told() -> None:
     done = run()
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == "relay        usable"
-    done = run(VLLM_PLUGINS="")
-    assert done.returncode == 1
+    done = run("some-model", "--json", VLLM_PLUGINS="")
+    assert done.returncode == 1 and list(json.loads(done.stdout)) == ["environment"]
     assert "it is not installed, or VLLM_PLUGINS excludes it" in done.stdout
+    done = run("--max-model-len", "64", "some-model")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("vllm-relay: the model comes first:")

@@ -39,8 +39,8 @@ from vllm_relay.plan import SharingStats
 from vllm_relay.sharing import reads
 
 LEVELS = 3
-# Tokens of each request behind a prefix, where one is told what could be saved.
-OWN = 256
+# Tokens of each request behind a shared prefix, in `RelayMetadataBuilder.could_save`.
+OWN_TOKENS = 256
 
 
 class RelayBackend(CPUAttentionBackend):
@@ -86,6 +86,7 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         try:
             self.planner = self._make_planner(config, vllm_config)
         except Exception as error:
+            self.refusal = "its start failed"
             self._fallback.failed("start", error)
 
     def _make_planner(self, config: RelayConfig, vllm_config: Any) -> StepPlanner | None:
@@ -180,8 +181,8 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
             return metadata
 
     def could_save(self, rows: int, tokens: int) -> bool:
-        """True if so many decodes form a group over so many tokens, each with `OWN` more."""
-        step = describe(Shape(rows, tokens, OWN), self.kv_cache_spec.block_size)
+        """True if so many decodes form a group over so many tokens, each with `OWN_TOKENS` more."""
+        step = describe(Shape(rows, tokens, OWN_TOKENS), self.kv_cache_spec.block_size)
         planned = {} if self.planner is None else self.planner.plan(step)
         return any(stats.groups for _, stats in planned.values())
 

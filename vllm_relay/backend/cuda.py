@@ -86,20 +86,19 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         self._max_tokens = max(self._max_rows * self._decode_queries, MIXED_TOKENS)
         self._max_seq_len = vllm_config.model_config.max_model_len
         self._levels = self._config.max_levels or LEVELS
-        dense = self._config.dense
-        self._dense = bool(self._config.system_kv.files) if dense is None else dense
+        dense, files = self._config.dense, self._config.system_kv.files
+        self._dense = bool(files) if dense is None else dense
         mode = self.compilation_config.cudagraph_mode
         # Then graphs are captured for prefills, too, and read the plan.
         self._graphs_of_all = self.use_full_cuda_graph and mode.mixed_mode() == mode.FULL
-        self.planned = self.shared = False
+        self.planned = self.shared = self._capture = False
         self.device_plan: DevicePlan | None = None
         self._schedules: Schedules | None = None
         self.history = SharingHistory()
-        self._capture = False
         self._shapes: set[tuple[int, int]] = set()
         self._fallback = Fallback()
-        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        ours = {name: x for name, x in layers.items() if isinstance(x.impl, RelayImpl)}
+        every = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        ours = {name: x for name, x in every.items() if isinstance(x.impl, RelayImpl)}
         self.layers = cuda_support.target_layers(ours, vllm_config)
         if self.layers:
             # It would move lengths on inside a graph, unseen by the plan (vLLM 0.33).
@@ -109,6 +108,7 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         try:
             self._active = self._start(vllm_config)
         except Exception as error:
+            self.refusal = "its start failed"
             self._fallback.failed("start", error)
 
     def _start(self, vllm_config: VllmConfig) -> bool:
@@ -118,7 +118,8 @@ class RelayMetadataBuilder(FlashAttentionMetadataBuilder):
         self._min_saved_tokens, self._min_saved_outside = cuda_support.minimums(self, self._config)
         self._window = cuda_support.least_window(self.layers)
         if self._window and not self.could_save(self._max_rows, self._window):
-            metrics.say_once(f"a window of {self._window} tokens saves too little to be relayed")
+            self.refusal = f"a window of {self._window} tokens saves too little to be relayed"
+            metrics.say_once(self.refusal)
             return False
         for layer in self.layers:
             layer.impl.failed = self.failed

@@ -1,4 +1,4 @@
-"""What a running engine says of its layers: which are relayed, why others are not, what pays."""
+"""The layers of a running engine: which are relayed, why others are not, when sharing pays."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ class Layer:
 
     Attributes:
         name: vLLM's. kind: its class, or whose keys its attention sees.
-        group: its KV cache group's number; None where it reads another layer's KV.
+        group: its KV cache group's number; None where it is in none.
         reason: why it stays on vLLM's own path; None where it is relayed.
         heads, kv_heads, head_size: of attention, on this rank. window: tokens that a query sees, 0:
             all.
@@ -44,6 +44,7 @@ class LayerReporter:
         Args:
             prefixes: for `Layer.pays_from`, in tokens; the next whole block counts. most: requests.
         """
+        most = min(most, self.vllm_config.scheduler_config.max_num_seqs)  # type: ignore[attr-defined]
         return [asdict(layer) for layer in _layers(self, prefixes, most)]
 
 
@@ -60,8 +61,8 @@ def _layers(worker: Any, prefixes: Sequence[int], most: int) -> Iterator[Layer]:
     for index, alike in enumerate(worker.model_runner.attn_groups):
         for group in alike:
             builder = group.get_metadata_builder()
-            relayed = hasattr(builder, "could_save")
-            least = [_least(builder, x, most) for x in prefixes if relayed]
+            plans = hasattr(builder, "could_save") and builder.refusal is None
+            least = [_least(builder, x, most) for x in prefixes if plans]
             groups |= dict.fromkeys(group.layer_names, (index, builder, least))
     for name, layer in worker.vllm_config.compilation_config.static_forward_context.items():
         number, builder, least = groups.get(name, (None, None, []))
@@ -76,19 +77,19 @@ def _layers(worker: Any, prefixes: Sequence[int], most: int) -> Iterator[Layer]:
             "kv_bytes": 0 if theirs else _kv_bytes(spec),
         }
         if not hasattr(impl, "refusal"):  # neither backend's `RelayImpl`
-            kind = type(layer).__name__
-            yield Layer(kind=kind, reason=f"relay has no {kind}", **common)
+            title = type(layer if impl is None else impl).__name__
+            yield Layer(kind=type(layer).__name__, reason=f"relay has no {title}", **common)
             continue
         reason = impl.refusal or getattr(builder, "refusal", None)
         if builder is None:
-            reason = reason or "reads another layer's KV"
+            reason = reason or "in no KV cache group"
         yield Layer(
             kind=f"{AttentionType(impl.attn_type).value} attention",
             reason=reason,
             heads=impl.num_heads,
             kv_heads=impl.num_kv_heads,
             head_size=impl.head_size,
-            window=getattr(spec, "sliding_window", None) or 0,
+            window=getattr(layer, "sliding_window", None) or 0,
             pays_from=least if reason is None else [],
             **common,
         )

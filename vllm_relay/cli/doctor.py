@@ -1,4 +1,4 @@
-"""``vllm-relay doctor``: what this machine and a model make of relay."""
+"""``vllm-relay doctor``: whether relay works on this machine, and for a model."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
+from vllm_relay import __version__
 from vllm_relay.cli.console import JsonFlag, err, one_line_errors, out
-from vllm_relay.cli.engine import errors_of_the_engine, read_engine_args
+from vllm_relay.cli.engine import ESCAPE, errors_of_the_engine, read_engine_args
 from vllm_relay.lifetime import ended_in_order
 
-KV_SPACE = "1"
-# Prefixes in tokens for which it is told what pays.
-PREFIXES = (256, 1024, 4096, 16384)
+# Prefixes for which it is told when sharing pays.
+PREFIX_TOKENS = (256, 1024, 4096, 16384)
 MOST_REQUESTS = 256
 
 
@@ -31,85 +31,99 @@ def doctor(
     give those that you serve with.
     """
     with one_line_errors(), ended_in_order():
+        if model is not None and model.startswith(("-", ESCAPE)):
+            raise ValueError("the model comes first: vllm-relay doctor MODEL, then vLLM's options")
         found: dict[str, Any] = {"environment": dict(_environment())}
-        if model is not None:
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", KV_SPACE)
+        usable = found["environment"]["relay"] == "usable"
+        if usable and model is not None:
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
             arguments = read_engine_args("doctor", model, context.args)
             with errors_of_the_engine(arguments):
                 found |= _ask_engine(arguments)
     if as_json:
         out.print_json(data=found)
-        return
-    for name, value in found["environment"].items():
-        out.print(f"{name:12} {value}", soft_wrap=True)
-    if model is not None:
-        _show(found)
-    if found["environment"]["relay"] != "usable":
+    else:
+        for name, value in found["environment"].items():
+            out.print(f"{name:12} {value}", soft_wrap=True)
+        if "layers" in found:
+            _show(found)
+    if not usable:
         raise typer.Exit(1)
 
 
 def _environment() -> Iterator[tuple[str, str]]:
-    """What relay finds on this machine, by name."""
-    from vllm.platforms import current_platform
-    from vllm.plugins import load_plugins_by_group
-
+    """Names and values, ``relay`` last: usable, or why not."""
+    yield "vllm-relay", __version__
+    try:
+        from vllm.platforms import current_platform
+        from vllm.plugins import load_plugins_by_group
+    except ImportError as error:
+        yield "relay", f"vLLM cannot be imported: {error}"
+        return
     from vllm_relay import plugin
-    from vllm_relay.sharing.cost_store import load, user_file
+    from vllm_relay.ops.native import library as native
+    from vllm_relay.sharing.cost_store import cpu_name, load, user_file
 
-    yield "vllm-relay", version("vllm-relay")
     with suppress(PackageNotFoundError):
         yield "vLLM", version("vllm")
-    yield "device", _device()
     problem = plugin.install()
     if "relay" not in load_plugins_by_group("vllm.general_plugins"):
         problem = "vLLM does not find the plugin: it is not installed, or VLLM_PLUGINS excludes it"
     if current_platform.is_cpu():
-        from vllm_relay.ops.native import library as native
-
+        yield "device", cpu_name()
         kernels = native.library()
         if isinstance(kernels, str):
             problem = problem or f"no CPU kernels: {kernels}"
             yield "kernels", "none"
         else:
             yield "kernels", f"{kernels.isa} (of {', '.join(kernels.isas)})"
-    path = user_file()
-    count = len(load(path))
-    yield "costs", f"{count} measurements in {path}" if count else "none measured yet"
+    elif current_platform.is_cuda():
+        yield "device", str(current_platform.get_device_name())
+    else:
+        problem = "vLLM runs on neither a CPU nor CUDA here"
+    try:
+        path = user_file()
+        count = len(load(path))
+        yield "costs", f"{count} measurements in {path}" if count else "none measured yet"
+    except ValueError as error:
+        yield "costs", str(error)
     yield "relay", problem or "usable"
 
 
-def _device() -> str:
+def _ask_engine(arguments: Any) -> dict[str, Any]:
+    """The layers of the engine, and the content of a system-KV file."""
+    from vllm import LLM
     from vllm.platforms import current_platform
 
-    from vllm_relay.sharing.cost_store import cpu_name
-
-    return cpu_name() if current_platform.is_cpu() else str(current_platform.get_device_name())
-
-
-def _ask_engine(arguments: Any) -> dict[str, Any]:
-    """What the first of the engine's workers says of its layers."""
-    from vllm import LLM
-
     arguments.load_format = "dummy"
-    if arguments.max_model_len is None:
-        arguments.max_model_len = -1  # what fits
-    arguments.skip_tokenizer_init = arguments.enforce_eager = True
+    arguments.skip_tokenizer_init = True
     arguments.attention_backend = "relay"
+    # Files would be compared with weights; several engines are alike.
+    arguments.additional_config.get("relay", {}).pop("system_kv", None)
+    arguments.data_parallel_size = 1
+    if current_platform.is_cpu():
+        arguments.max_model_len = -1  # what fits into a small KV cache
+        arguments.enforce_eager = True
     arguments.worker_extension_cls = "vllm_relay.backend.layer_report.LayerReporter"
     err.print("vllm-relay: starting the engine without weights")
     llm = LLM.from_engine_args(arguments)
-    layers = llm.collective_rpc("report_layers", args=(PREFIXES, MOST_REQUESTS))[0]
+    try:
+        told = llm.collective_rpc("report_layers", args=(PREFIX_TOKENS, MOST_REQUESTS))
+    except Exception as error:  # vLLM raises no other of what a worker raised
+        raise RuntimeError(f"the engine's layers were not told: {error}") from error
+    # Ranks of one pipeline stage have the same layers.
+    layers = list({layer["name"]: layer for rank in told for layer in rank}.values())
     return {"layers": layers, "system_kv": _system_kv(layers)}
 
 
 def _system_kv(layers: Sequence[dict[str, Any]]) -> str:
-    """What a system-KV file of the model holds, or why there can be none."""
+    """The content of a system-KV file of the model, or why there can be none."""
     from vllm_relay.system_kv.capture import SEVERAL_KINDS
 
     if len({layer["group"] for layer in layers} - {None}) != 1:
         return f"none: {SEVERAL_KINDS}"
     if not all(layer["heads"] for layer in layers):
-        return "none: the model keeps other state"
+        return "none: relay serves no layer of its kind"
     return f"KV of {sum(layer['kv_bytes'] > 0 for layer in layers)} layers"
 
 
@@ -125,7 +139,7 @@ def _show(found: dict[str, Any]) -> None:
             return f"{line}: vLLM's own, {layer['reason']}"
         told = ", ".join(
             f"{least} requests of {prefix:,} tokens"
-            for prefix, least in zip(PREFIXES, layer["pays_from"], strict=True)
+            for prefix, least in zip(PREFIX_TOKENS, layer["pays_from"], strict=True)
             if least
         )
         never = f"no group of {MOST_REQUESTS} requests pays"
