@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 
 def order(prompts: Sequence[Any]) -> list[int]:
-    """`vllm_relay.sharing.order.order`: prompts with common prefixes next to one another."""
+    """Indices of prompts, common prefixes together; see `vllm_relay.sharing.order.order`."""
     from vllm_relay.sharing import order
 
     return order.order(prompts)

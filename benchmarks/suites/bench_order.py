@@ -59,7 +59,8 @@ def main(argv: list[str] | None = None) -> int:
     longest = args.prefix + args.own + args.generate
     # One block of every pool is vLLM's null block.
     held = args.held * (args.prefix // KV_BLOCK)
-    blocks = 1 + held + args.at_once * -(-(longest % KV_BLOCK + KV_BLOCK) // KV_BLOCK)
+    own = -(-longest // KV_BLOCK) - args.prefix // KV_BLOCK
+    blocks = 1 + held + args.at_once * own
     limits = Limits(longest + 1, args.at_once, blocks)
 
     console = make_console()
@@ -90,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
     rows: list[dict[str, Any]] = []
-    table = Table("system", "order", "seconds", "times random", "tokens cached", "logprob rms")
+    table = Table("system", "order", "seconds", "speed-up", "tokens cached", "logprob rms")
     for way in ways:
         system, order = way
         ratios = [a / b for a, b in zip(seconds[system, "random"], seconds[way], strict=True)]

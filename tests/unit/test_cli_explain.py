@@ -131,7 +131,7 @@ def test_requests_in_another_order_share_more() -> None:
     assert re.search(rf"reordered: KV reads saved +{100 * best:.1f} %", shown)
     fast = mixed["reordered"]["times_as_fast"]
     assert fast > 1 == ordered["reordered"]["times_as_fast"]
-    assert re.search(rf"than in the given order +{fast:.2f} x as fast", shown)
+    assert re.search(rf"attention, to given order +{fast:.2f} x as fast", shown)
     assert "reordered" not in cli("mixed.jsonl", *options).stdout
 
 

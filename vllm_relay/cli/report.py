@@ -114,7 +114,7 @@ def _totals(results: list[Replay], reordered: list[Replay]) -> Table:
         rows["reordered: KV reads saved"] = [_percent(r.saved) for r in reordered]
         rows["  each shared block once"] = [_tokens(r.kv_tokens_once) for r in reordered]
         pairs = list(zip(results, reordered, strict=True))
-        rows["  than in the given order"] = [f"{gain(a, b):.2f} x as fast" for a, b in pairs]
+        rows["  attention, to given order"] = [f"{gain(a, b):.2f} x as fast" for a, b in pairs]
     return _table(results, rows)
 
 

@@ -8,10 +8,9 @@ from typing import Any
 def order(prompts: Sequence[Any]) -> list[int]:
     """Indices of the prompts, those with the longest prefixes in common next to one another.
 
-    An engine takes requests in the order given. In this one a prefix is computed once, stays in the
-    KV cache while it is used, whatever the size of the cache, and is shared by the requests that
-    run at once. It is that of the leaves of the prompts' trie, depth first; equal prompts keep
-    theirs. For vLLM::
+    An engine takes requests in the order given. In this one the requests of a prefix come together,
+    and share it while it is in the KV cache. It is that of the leaves of the prompts' trie, depth
+    first; equal prompts keep theirs. For vLLM::
 
         at = vllm_relay.order(prompts)
         done = llm.generate([prompts[i] for i in at], sampling_params)
