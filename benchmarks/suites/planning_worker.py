@@ -9,9 +9,10 @@ from vllm_relay.sharing.cost_store import SHIPPED, find_costs
 
 
 def costs_that_pay() -> Costs:
-    """Shipped costs with a far slower vLLM kernel and free copies: every group pays."""
+    """Shipped costs with far slower kernels without groups, and free copies: every group pays."""
     costs = find_costs(16, 16, 128, files=[SHIPPED]).costs
-    return replace(costs, stock=costs.stock.times(20), copy=0.0)
+    slow = {"stock": costs.stock.times(20), "context": costs.context.times(20)}
+    return replace(costs, **slow, copy=0.0)
 
 
 class PlanningWorker:
@@ -20,7 +21,7 @@ class PlanningWorker:
     def time_plans(self, keep: bool) -> None:
         """Time the plan and the whole of every step from now on.
 
-        Groups are chosen by predicted time, but with a stock kernel so slow that they all pay.
+        Groups are chosen by predicted time, by costs with which they all pay.
 
         Args:
             keep: False: choose anew in every step, as if each changed the batch.

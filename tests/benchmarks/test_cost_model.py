@@ -98,8 +98,8 @@ def test_points_below_the_bars_are_counted() -> None:
     }
     point = bench_choice.Point(requests=8, shared=512, own=16)
     rows = [
-        bench_choice.row_of(point, {**measured, "ratio": ratio, "relay_ms": relay}, [1] * 3)
-        for ratio, relay in ((0.8, 1.25), (1.0, 1.0), (1.0, 1.1))
+        bench_choice.row_of(point, {**measured, "ratio": ratio, "of_best": best}, [1] * 3)
+        for ratio, best in ((0.8, 0.8), (1.0, 1.0), (1.0, 0.9))
     ]
     found = bench_choice.summary(rows)
     assert found["points"] == 3
