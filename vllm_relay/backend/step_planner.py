@@ -38,7 +38,7 @@ class StepPlanner:
         self._max_partial_bytes = max_partial_bytes
         self._block_size = block_size
         self._costs = costs
-        # What a window sees of a segment is soon another part: those are not packed.
+        # Segments of windowed layers are not packed: their requests soon see another part.
         room = packed.max_bytes > 0
         self._planners = {
             shape: Planner(

@@ -123,7 +123,7 @@ def _system_kv(layers: Sequence[dict[str, Any]]) -> str:
     if len({layer["group"] for layer in layers} - {None}) != 1:
         return f"none: {SEVERAL_KINDS}"
     if not all(layer["heads"] for layer in layers):
-        return "none: relay serves no layer of its kind"
+        return "none: the model has state that relay does not know as KV"
     return f"KV of {sum(layer['kv_bytes'] > 0 for layer in layers)} layers"
 
 
@@ -142,8 +142,7 @@ def _show(found: dict[str, Any]) -> None:
             for prefix, least in zip(PREFIX_TOKENS, layer["pays_from"], strict=True)
             if least
         )
-        never = f"no group of {MOST_REQUESTS} requests pays"
-        return f"{line}: relay; " + (f"sharing pays from {told}" if told else never)
+        return f"{line}: relay; " + (f"sharing pays from {told}" if told else "no group pays")
 
     for line, run in groupby(map(alike, layers)):
         out.print(f"{len(list(run)):3} x {line}", soft_wrap=True)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from vllm_relay.sharing.forest import Forest, Int32Array
 from vllm_relay.sharing.trie import Trie
 
-# Of a group, for which `Costs.with_packing` decides: most groups worth packing have more.
+# Queries of the group by which `Costs.with_packing` decides; groups worth packing have more.
 _QUERIES = 8
 
 

@@ -12,8 +12,6 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 from tests import reference_flash
 from tests.triton.cuda.cuda_bench import (
     BLOCKS,
-    HEADS,
-    KV_HEADS,
     MAX_ROWS,
     Bench,
     Step,
@@ -25,7 +23,6 @@ from tests.triton.cuda.cuda_cases import ALONE, CLOSE, SHARED, check, install, o
 from tests.triton.on_device import OnDevice, let_triton_see, plain, seeing
 from vllm_relay import metrics
 from vllm_relay.backend import cuda, cuda_history, cuda_support
-from vllm_relay.backend.layer_report import LayerReporter
 from vllm_relay.ops.fusion import triton as fusion
 
 
@@ -224,34 +221,6 @@ def test_hooks_that_would_keep_an_old_plan_are_off(bench) -> None:
     assert not bench.builder.use_cascade_attention(512, None)
     stock = cuda.FlashAttentionMetadataBuilder
     assert bench.builder._cudagraph_support is stock._cudagraph_support
-
-
-def reported(bench: Bench) -> list[tuple[str | None, list[int | None]]]:
-    """Why each layer is not relayed, and from when sharing pays for 16 and 64 tokens."""
-    group = SimpleNamespace(
-        get_metadata_builder=lambda: bench.builder,
-        layer_names=[layer.layer_name for layer in bench.layers],
-    )
-    worker = LayerReporter()
-    worker.model_runner = SimpleNamespace(attn_groups=[[group]])
-    worker.vllm_config = bench.config
-    layers = worker.report_layers([16, 64], most=8)
-    assert [layer["name"] for layer in layers] == group.layer_names
-    assert {(layer["heads"], layer["kv_heads"]) for layer in layers} == {(HEADS, KV_HEADS)}
-    return [(layer["reason"], layer["pays_from"]) for layer in layers]
-
-
-def test_layers_are_reported_with_reasons_or_what_pays(folder, monkeypatch) -> None:
-    bench = Bench(make_config(folder, min_saved_tokens=100))
-    assert reported(bench) == [(None, [8, 3])] * 2
-    off = Bench(make_config(folder, enabled=False))
-    assert reported(off) == [("switched off by additional_config", [])] * 2
-
-    def fail(*_) -> None:
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(cuda_support, "minimums", fail)
-    assert reported(Bench(make_config(folder))) == [("its start failed", [])] * 2
 
 
 def test_builders_that_wrap_ours_are_asked_for_capture_and_drafts_too(folder, monkeypatch) -> None:

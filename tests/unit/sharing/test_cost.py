@@ -22,7 +22,7 @@ from vllm_relay.sharing import (
 from vllm_relay.sharing.cost import far_tokens
 
 BLOCK_SIZE = 16
-# Primes, so that a term that is missing or counted twice shows.
+# Primes and halves, so that a term that is missing or counted twice shows.
 COSTS = Costs(
     stock=KernelCosts(call=2.0, row=1.5, token=3.0, first=5.0, read=7.0, pair=11.0, far=61.0),
     context=KernelCosts(call=13.0, row=0.5, token=17.0, first=19.0, read=23.0, pair=29.0, far=67.0),
