@@ -225,6 +225,11 @@ class WorkerExtension:
         for parameter in self.model_runner.get_model().parameters():
             parameter.data.mul_(factor)
 
+    def spoil_block(self, name: str, block_id: int) -> None:
+        """Negate a layer's keys and values of one block: what a wrong write leaves."""
+        layer = self.vllm_config.compilation_config.static_forward_context[name]
+        layer.kv_cache[block_id].neg_()
+
     def wrong_blocks(self, path: str, block_ids: list[int]) -> int:
         """Read blocks back with the backend's layout and count the layers that differ from a
         system-KV file's first tokens and this worker's KV heads."""

@@ -47,7 +47,7 @@ def test_each_layer_is_told(gemma: str) -> None:
     assert {(x["reason"], x["kv_bytes"]) for x in layers} == {(None, 2 * 128 * 2)}
     # With 256 tokens of its own, a request sees nothing else in the window.
     assert [x["pays_from"] for x in layers] == [[None] * 4] * 3 + [[17, 5, 2, 2]]
-    assert found["system_kv"] == "none: models with several kinds of KV cache are not supported"
+    assert found["system_kv"] == "KV of 4 layers, of 3 the last window"
 
 
 def test_layers_that_stay_with_vllm_are_told_with_the_reason(gemma: str) -> None:

@@ -226,7 +226,7 @@ def _edited(good: Path, folder: Path) -> Path:
 def _future(good: Path, folder: Path) -> Path:
     raw = good.read_bytes()
     length = int.from_bytes(raw[:8], "little")
-    header = raw[8 : 8 + length].replace(rb"\"format\": 1", rb"\"format\": 2")
+    header = raw[8 : 8 + length].replace(rb"\"format\": 2", rb"\"format\": 3")
     assert header != raw[8 : 8 + length]
     path = folder / "future.relay"
     path.write_bytes(raw[:8] + header + raw[8 + length :])
@@ -251,7 +251,7 @@ def _flipped(good: Path, folder: Path) -> Path:
     ("make", "said"),
     [
         (_edited, "the manifest is not the one that was written with it"),
-        (_future, "has format 2; this version of vllm-relay reads 1: install a newer one"),
+        (_future, "has format 3; this version of vllm-relay reads 1 and 2: install a newer one"),
         (_truncated, "is truncated"),
         (_flipped, "is damaged: checksum differs"),
         (lambda good, folder: folder, "is a directory"),

@@ -3,6 +3,7 @@
 import json
 import struct
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -23,12 +24,17 @@ from vllm_relay.config import CONNECTOR
 from vllm_relay.system_kv import admission, file
 from vllm_relay.system_kv.file import SystemKVError
 from vllm_relay.system_kv.manifest import Identity, Layer, Manifest
-from vllm_relay.system_kv.placement import budget_error, place
+from vllm_relay.system_kv.placement import CacheGroup, budget_error, pinned_ids, place
 from vllm_relay.system_kv.writer import Writer
 
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 32
 BLOCKS, VOCABULARY = 8, 500
 NAMES = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
+# The second layer has a window of one block.
+GROUPS = [
+    CacheGroup(block_size=BLOCK, window=window, layers=(name,))
+    for name, window in zip(NAMES, (None, BLOCK + 1), strict=True)
+]
 _ITEM = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "U8": 1, "I64": 8}
 _DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
@@ -41,7 +47,8 @@ def serial_checksum(tensor: torch.Tensor) -> str:
 def make_case(folder: Path) -> Case:
     """Files opened, admitted, and written into a KV cache between guard pages."""
     mock.patch.object(file, "checksum", serial_checksum).start()
-    layers = tuple(Layer(name, KV_HEADS, HEAD_SIZE) for name in NAMES)
+    first, second = (Layer(name, KV_HEADS, HEAD_SIZE) for name in NAMES)
+    layers = first, replace(second, first_token=BLOCK // 2)
     base = small_manifest(
         layers=layers,
         token_ids=tuple(range(1, 2 * BLOCK + 7)),
@@ -83,7 +90,7 @@ class Engine:
                 enable_prefix_caching=True, block_size=BLOCK, calculate_kv_scales=False
             ),
             model_config=SimpleNamespace(
-                is_encoder_decoder=False, get_vocab_size=lambda: VOCABULARY
+                is_encoder_decoder=False, has_inner_state=False, get_vocab_size=lambda: VOCABULARY
             ),
             speculative_config=None,
             parallel_config=SimpleNamespace(
@@ -103,9 +110,8 @@ class Engine:
         self.config.kv_transfer_config.kv_connector_extra_config = extra
         admission.admit(self.config, None)
         files, salts = admission.open_admitted(extra)
-        placements = place([file.manifest.token_ids for file in files], BLOCK, salts)
-        count = len({id for placement in placements for id in placement.block_ids})
-        if error := budget_error(count, BLOCKS - 1, 1.0, 0, BLOCK):
+        placements = place([file.manifest.token_ids for file in files], GROUPS, salts)
+        if error := budget_error(len(pinned_ids(placements)), BLOCKS - 1, 1.0, 0, 0):
             raise SystemKVError(error)
         stock = torch.empty
 
@@ -117,7 +123,7 @@ class Engine:
 
         try:
             with mock.patch.object(torch, "empty", empty):
-                Writer(self.config, files, placements, BLOCK, NAMES).write()
+                Writer(self.config, files, placements, GROUPS).write()
         finally:
             for packed in self.packed:
                 packed.clear()
@@ -159,19 +165,22 @@ def _entries(header: Any) -> list[Any]:
 
 
 def _change_shape(rng: Random, manifest: Any, header: Any) -> tuple[Any, Any]:
-    """Tokens, heads or head size, in the manifest, the header or both."""
+    """Tokens, heads, head size or first token, in the manifest, the header or both."""
     tokens = rng.choice((1, BLOCK - 1, BLOCK, 2 * BLOCK, 5 * BLOCK, 7 * BLOCK, 9 * BLOCK))
     others = ((2, 64), (1, 64), (4, 16), (1, 32), (2, 31))
+    firsts = [rng.choice((0, 0, 0, 1, BLOCK, 2 * BLOCK, tokens - 1, tokens)) for _ in range(2)]
     heads, size = rng.choice((*[(KV_HEADS, HEAD_SIZE)] * 5, *others))
     if rng.random() < 0.9:
         with suppress(TypeError, KeyError, AttributeError):
             manifest["token_ids"] = [rng.randrange(VOCABULARY) for _ in range(tokens)]
-            for layer in manifest["layers"]:
-                layer |= {"kv_heads": heads, "head_size": size}
+            for layer, first in zip(manifest["layers"], firsts, strict=False):
+                layer |= {"kv_heads": heads, "head_size": size, "first_token": first}
     if rng.random() < 0.9:
-        for entry in _entries(header)[: rng.choice((1, 9, 9, 9))]:
-            if entry.get("dtype") != "U8":
-                entry["shape"] = [tokens, heads, size]
+        names = [x for x, entry in header.items() if entry in _entries(header)]
+        for name in names[: rng.choice((1, 9, 9, 9))]:
+            if header[name].get("dtype") != "U8":
+                first = firsts[str(name).startswith(NAMES[1])]
+                header[name]["shape"] = [tokens - first, heads, size]
         _lay_out(header)
     return manifest, header
 

@@ -13,7 +13,7 @@ import pytest
 from tests.engine.engine import environment
 from tests.unit.system_kv.files import time_limit
 from vllm_relay import lifetime
-from vllm_relay.system_kv.build import scratch_folder
+from vllm_relay.system_kv.scratch import scratch_folder
 
 # A command and, in the way of vLLM's engine, a process of a process of it.
 COMMAND = """

@@ -47,6 +47,12 @@ class LayerReporter:
         most = min(most, self.vllm_config.scheduler_config.max_num_seqs)  # type: ignore[attr-defined]
         return [asdict(layer) for layer in _layers(self, prefixes, most)]
 
+    def refuse_system_kv(self) -> str | None:
+        """Why a file cannot hold the model's KV, or None."""
+        from vllm_relay.system_kv.cache_groups import refusal
+
+        return refusal(self.model_runner.kv_cache_config)  # type: ignore[attr-defined]
+
 
 def _least(builder: Any, prefix: int, most: int) -> int | None:
     block = builder.kv_cache_spec.block_size

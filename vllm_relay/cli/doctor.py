@@ -109,22 +109,20 @@ def _ask_engine(arguments: Any) -> dict[str, Any]:
     llm = LLM.from_engine_args(arguments)
     try:
         told = llm.collective_rpc("report_layers", args=(PREFIX_TOKENS, MOST_REQUESTS))
+        refusals = llm.collective_rpc("refuse_system_kv")
     except Exception as error:  # vLLM raises no other of what a worker raised
         raise RuntimeError(f"the engine's layers were not told: {error}") from error
     # Ranks of one pipeline stage have the same layers.
     layers = list({layer["name"]: layer for rank in told for layer in rank}.values())
-    return {"layers": layers, "system_kv": _system_kv(layers)}
+    refusal = next(filter(None, refusals), None)
+    return {"layers": layers, "system_kv": f"none: {refusal}" if refusal else _system_kv(layers)}
 
 
 def _system_kv(layers: Sequence[dict[str, Any]]) -> str:
-    """The content of a system-KV file of the model, or why there can be none."""
-    from vllm_relay.system_kv.capture import SEVERAL_KINDS
-
-    if len({layer["group"] for layer in layers} - {None}) != 1:
-        return f"none: {SEVERAL_KINDS}"
-    if not all(layer["heads"] for layer in layers):
-        return "none: the model has state that relay does not know as KV"
-    return f"KV of {sum(layer['kv_bytes'] > 0 for layer in layers)} layers"
+    """The content of a system-KV file of the model."""
+    kept = [layer for layer in layers if layer["kv_bytes"]]
+    windowed = sum(layer["window"] > 0 for layer in kept)
+    return f"KV of {len(kept)} layers" + (f", of {windowed} the last window" if windowed else "")
 
 
 def _show(found: dict[str, Any]) -> None:

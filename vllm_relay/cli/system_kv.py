@@ -107,9 +107,10 @@ def build(
         }
         engine_args = read_engine_args("build", model, context.args)
 
-        from vllm_relay.system_kv.build import Builder, scratch_folder
+        from vllm_relay.system_kv.build import Builder
         from vllm_relay.system_kv.identity import read_chat_template
         from vllm_relay.system_kv.prompts import Prompt, from_system_message, from_text
+        from vllm_relay.system_kv.scratch import scratch_folder
 
         folder = paths[0].absolute().parent
         started = errors_of_the_engine(engine_args)
@@ -266,9 +267,10 @@ def _verify_model(
     recompute: bool,
 ) -> None:
     """Add to the results how the files fit a model."""
-    from vllm_relay.system_kv.build import Builder, largest_difference, scratch_folder
+    from vllm_relay.system_kv.build import Builder, largest_difference
     from vllm_relay.system_kv.identity import differences, other_engine
     from vllm_relay.system_kv.prompts import Prompt
+    from vllm_relay.system_kv.scratch import scratch_folder
 
     if not good:
         return

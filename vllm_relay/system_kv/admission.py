@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm_relay import compat, metrics
 from vllm_relay.config import CONNECTOR, CONNECTOR_MODULE, RelayConfig, SystemKVConfig
+from vllm_relay.system_kv.cache_groups import STATE
 from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
 from vllm_relay.system_kv.identity import differences, identify, other_engine
 from vllm_relay.validation import parse_json
@@ -177,6 +178,8 @@ def _unusable(vllm_config: Any) -> str | None:
         return "the KV cache's scales are found by the first request (--calculate-kv-scales)"
     if vllm_config.model_config.is_encoder_decoder:
         return "the model is an encoder-decoder"
+    if vllm_config.model_config.has_inner_state:
+        return STATE
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in compat.DRAFTS_WITHOUT_MODEL:
         return f"speculation with {speculative.method} puts a draft's KV into the same blocks"

@@ -1,14 +1,11 @@
 """Building of system-KV files: an engine's own prefill computes the KV that is stored."""
 
-import fcntl
-import os
-import shutil
-import stat
-import tempfile
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib import metadata
@@ -17,15 +14,14 @@ from typing import Any
 
 import torch
 
-from vllm_relay import lifetime
 from vllm_relay.config import CAPTURE_CONNECTOR
 from vllm_relay.system_kv import capture
+from vllm_relay.system_kv.cache_groups import STATE
 from vllm_relay.system_kv.file import SystemKVError, SystemKVFile, write_file
 from vllm_relay.system_kv.identity import identify
 from vllm_relay.system_kv.manifest import Identity, Layer, Manifest, tensor_names
 from vllm_relay.system_kv.prompts import Prompt
 
-_SCRATCH = ".vllm-relay-build-"
 # KV tokens beside those of each prompt: its last block is partly filled.
 _SPARE = 256
 
@@ -52,7 +48,7 @@ class Builder:
     2404.09529) proposes.
 
     Args:
-        engine_args: vLLM's EngineArgs; changed. scratch: see `scratch_folder`.
+        engine_args: vLLM's EngineArgs; changed. scratch: see `scratch.scratch_folder`.
         chat_template: the value of ``--chat-template``, or None.
 
     Attributes:
@@ -80,6 +76,8 @@ class Builder:
         # The limits of a server: a prompt is cut into the same chunks, and so rounded alike.
         self._config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         model = self._config.model_config
+        if model.has_inner_state:
+            raise SystemKVError(f"system KVs cannot be used: {STATE}")
         self.tokenizer = None if model.skip_tokenizer_init else cached_tokenizer_from_config(model)
         self.identity: Identity = identify(self._config, chat_template)
 
@@ -152,17 +150,24 @@ class Builder:
         tokens = max(model.max_model_len, min(sum(lengths), at_once)) + _SPARE * len(lengths)
         parallel = self._config.parallel_config
         row = 2 * model.get_num_kv_heads(parallel) * model.get_head_size() * model.dtype.itemsize
-        cache.kv_cache_memory_bytes = (tokens + _SPARE) * row * model.get_num_layers(parallel)
+        layers = padded_layers(getattr(model.hf_text_config, "layer_types", None) or ())
+        layers *= model.get_num_layers(parallel)
+        cache.kv_cache_memory_bytes = math.ceil((tokens + _SPARE) * row * layers)
         # Not read beside the size, but compared with the memory that is free.
         cache.gpu_memory_utilization = 0.01
 
     def tensors(self, index: int, prompt: Prompt) -> tuple[dict[str, torch.Tensor], list[Layer]]:
-        """One prompt's KV by tensor name, joined over the workers, and the joined layers."""
+        """One prompt's KV by tensor name, joined over the workers, and the joined layers.
+
+        All tokens, those before `Layer.first_token` too.
+        """
         shards = capture.read_shards(self._scratch)
         parts: dict[str, list[tuple[int, Layer, tuple[torch.Tensor, torch.Tensor]]]] = {}
+        kept: dict[str, int] = {}
         for rank, shard in shards.items():
             file = capture.shard_file(self._scratch, index, rank)
             mapped = shard.map(file, len(prompt.token_ids))
+            kept |= shard.kept
             for layer in shard.layers:
                 parts.setdefault(layer.name, []).append(
                     (shard.tensor_rank, layer, mapped[layer.name])
@@ -178,12 +183,23 @@ class Builder:
             for which, tensor_name in enumerate(tensor_names(name)):
                 slices = [part[2][which] for part in held]
                 tensors[tensor_name] = slices[0] if len(slices) == 1 else torch.cat(slices, 1)
-            layers.append(replace(first, kv_heads=sum(part[1].kv_heads for part in held)))
+            layers.append(
+                replace(
+                    first,
+                    kv_heads=sum(part[1].kv_heads for part in held),
+                    first_token=max(0, len(prompt.token_ids) - kept[name]) if name in kept else 0,
+                )
+            )
         return tensors, layers
 
     def write(self, index: int, prompt: Prompt, path: Path) -> tuple[Manifest, int]:
         """Write one prompt's file; returns its manifest and size in bytes."""
-        tensors, layers = self.tensors(index, prompt)
+        whole, layers = self.tensors(index, prompt)
+        tensors = {
+            name: whole[name][layer.first_token :]
+            for layer in layers
+            for name in tensor_names(layer.name)
+        }
         identity = vars(self.identity).copy()
         if prompt.kind != "system-prompt":
             identity["chat_template"] = None
@@ -215,6 +231,16 @@ class Builder:
         }
 
 
+def padded_layers(kinds: Iterable[str]) -> float:
+    """Layers that the KV cache has room for, over those of a model with these kinds of layers.
+
+    vLLM's KV cache groups are of one kind each and equally large: as the rarest kind.
+    """
+    counts = Counter(kinds).values()
+    group = min(counts, default=1)
+    return sum(math.ceil(n / group) * group for n in counts) / max(1, sum(counts)) or 1.0
+
+
 @contextmanager
 def _watched(scratch: Path, report: Callable[[str, int], None]) -> Iterator[torch.Tensor]:
     """Reports the tokens that the first worker counts; yields its counts, tokens and steps."""
@@ -234,51 +260,6 @@ def _watched(scratch: Path, report: Callable[[str, int], None]) -> Iterator[torc
         report("prefill", int(counts[0]))
 
 
-@contextmanager
-def scratch_folder(where: Path) -> Iterator[Path]:
-    """A folder for unfinished files, on the file system of the finished ones, mode 0700.
-
-    It is removed at the end; the next build removes what a killed one left. ``where`` may be
-    anybody's, such as the system's temporary folder: what others put there is left alone.
-    """
-    where.mkdir(parents=True, exist_ok=True)
-    for old in where.glob(_SCRATCH + "*"):
-        with suppress(OSError):
-            _remove_left(old)
-    folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=where))
-    try:
-        # Named when it is held: a build that finds it must not take it before.
-        with (folder / "unlocked").open("x") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            os.rename(folder / "unlocked", folder / "lock")
-            yield folder
-    finally:
-        lifetime.unwind()
-        _remove(folder)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a scratch folder, its lock last: without it a build would not know the rest."""
-    for path in folder.iterdir():
-        if path.name != "lock":
-            with suppress(OSError):
-                path.unlink()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_left(folder: Path) -> None:
-    """Remove a scratch folder of ours whose build is gone. Raises OSError where it is not."""
-    found = os.lstat(folder)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        return
-    lock = os.open(folder / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _remove(folder)
-    finally:
-        os.close(lock)
-
-
 def largest_difference(
     file: SystemKVFile, tensors: Mapping[str, torch.Tensor]
 ) -> tuple[float, str]:
@@ -290,11 +271,11 @@ def largest_difference(
     for layer in file.manifest.layers:
         stored = file.tensors(layer.name)
         for name, theirs in zip(tensor_names(layer.name), stored, strict=True):
-            ours = tensors[name].float()
+            ours = tensors[name][layer.first_token :].float()
             squares = (theirs.float() - ours).square().mean((1, 2)), ours.square().mean((1, 2))
             rms = (squares[0] / squares[1]).sqrt().nan_to_num(torch.inf)
             token = int(rms.argmax())
             value = float(rms[token])
             if value >= worst:
-                worst, where = value, f"token {token} of tensor {name}"
+                worst, where = value, f"token {layer.first_token + token} of tensor {name}"
     return worst, where

@@ -9,7 +9,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,23 +22,28 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_relay import compat
 from vllm_relay.patching import TargetMoved
+from vllm_relay.system_kv.cache_groups import cache_groups
 from vllm_relay.system_kv.file import SystemKVError
 from vllm_relay.system_kv.idle_connector import IdleConnector
 from vllm_relay.system_kv.manifest import Layer
+from vllm_relay.system_kv.placement import kept_tokens
 
 MODULE = __name__
-SEVERAL_KINDS = "models with several kinds of KV cache are not supported"
 # File with two int64, tokens and steps done; mapped by the first worker and its parent.
 PROGRESS = "progress"
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One worker's part of every prompt: a flat file per prompt, layer by layer K then V."""
+    """One worker's part of every prompt: a flat file per prompt, layer by layer K then V.
+
+    ``kept``: of layers with a window, the tokens at a prompt's end that its file keeps.
+    """
 
     layers: tuple[Layer, ...]
     tensor_rank: int
     dtype: str
+    kept: Mapping[str, int]
 
     @property
     def elements_per_token(self) -> int:
@@ -83,9 +88,9 @@ def read_shards(folder: Path) -> dict[int, Shard]:
 
 @dataclass
 class CaptureMetadata(KVConnectorMetadata):
-    """Per prompt in a step: its index, its first token, and the slots of its tokens."""
+    """Per prompt in a step: its index, its first token, and its tokens' slots in each group."""
 
-    parts: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    parts: list[tuple[int, int, list[list[int]]]] = field(default_factory=list)
 
 
 class CaptureConnector(IdleConnector):
@@ -96,14 +101,11 @@ class CaptureConnector(IdleConnector):
         extra = self._kv_transfer_config.kv_connector_extra_config
         self._folder = Path(extra["folder"])
         self._prompts: list[list[int]] = extra["prompts"]
-        groups = kv_cache_config.kv_cache_groups
-        if len(groups) != 1:
-            raise SystemKVError(SEVERAL_KINDS)
-        self._block_size = groups[0].kv_cache_spec.block_size
+        self._groups = cache_groups(kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
-            self._requests: dict[str, tuple[int, list[int]]] = {}
+            self._requests: dict[str, tuple[int, list[list[int]]]] = {}
         else:
-            self._prepare_worker(groups[0].layer_names)
+            self._prepare_worker()
 
     # In the scheduler.
 
@@ -112,38 +114,47 @@ class CaptureConnector(IdleConnector):
         metadata = CaptureMetadata()
         for new in scheduler_output.scheduled_new_reqs:
             prompt = self._prompts.index(new.prompt_token_ids)
-            self._requests[new.req_id] = prompt, list(new.block_ids[0])
+            self._requests[new.req_id] = prompt, [list(ids) for ids in new.block_ids]
             self._add(metadata, new.req_id, new.num_computed_tokens, scheduled[new.req_id])
         cached = scheduler_output.scheduled_cached_reqs
         for req_id, new_blocks, start in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
-            prompt, blocks = self._requests[req_id]
-            if req_id in cached.resumed_req_ids:
-                blocks.clear()  # it was preempted and begins anew
-            blocks.extend(new_blocks[0] if new_blocks else ())
+            _, blocks = self._requests[req_id]
+            for number, ids in enumerate(blocks):
+                if req_id in cached.resumed_req_ids:
+                    ids.clear()  # it was preempted and begins anew
+                ids.extend(new_blocks[number] if new_blocks else ())
             self._add(metadata, req_id, start, scheduled[req_id])
         return metadata
 
     def _add(self, metadata: CaptureMetadata, req_id: str, start: int, count: int) -> None:
         prompt, blocks = self._requests[req_id]
         end = min(start + count, len(self._prompts[prompt]))
-        size = self._block_size
-        slots = [blocks[t // size] * size + t % size for t in range(start, end)]
-        if slots:
+        if start < end:
+            # A window's first blocks are freed while its request runs, and not those of this step.
+            slots = [
+                [ids[t // size] * size + t % size for t in range(start, end)]
+                for size, ids in zip((g.block_size for g in self._groups), blocks, strict=True)
+            ]
             metadata.parts.append((prompt, start, slots))
 
     # In the workers.
 
-    def _prepare_worker(self, names: Sequence[str]) -> None:
+    def _prepare_worker(self) -> None:
         from vllm.distributed import get_tensor_model_parallel_rank
 
         context = self._vllm_config.compilation_config.static_forward_context
-        layers = []
-        for name in names:
+        group_of = {name: i for i, group in enumerate(self._groups) for name in group.layers}
+        layers, kept = [], {}
+        for name in sorted(group_of, key=list(context).index):
             layer = context[name]
+            tokens = kept_tokens(self._groups[group_of[name]], self._groups)
+            if tokens is not None:
+                kept[name] = tokens
+            take = functools.partial(self._take, name, group_of[name])
             try:
-                compat.tap_kv_updates(layer.impl, functools.partial(self._take, name))
+                compat.tap_kv_updates(layer.impl, take)
             except TargetMoved:
                 title = type(layer.impl).__name__
                 raise SystemKVError(
@@ -152,10 +163,10 @@ class CaptureConnector(IdleConnector):
             scales = float(layer._k_scale_float), float(layer._v_scale_float)
             layers.append(Layer(name, layer.impl.num_kv_heads, layer.impl.head_size, *scales))
         dtype = str(self._vllm_config.model_config.dtype).removeprefix("torch.")
-        shard = Shard(tuple(layers), int(get_tensor_model_parallel_rank()), dtype)
+        shard = Shard(tuple(layers), int(get_tensor_model_parallel_rank()), dtype, kept)
         rank = self._vllm_config.parallel_config.rank
-        self._rows: torch.Tensor | None = None
-        self._taken = dict.fromkeys(names, 0)  # rows of this step, by layer
+        self._rows: dict[int, torch.Tensor] = {}  # by group, the same for every layer of a step
+        self._taken = dict.fromkeys(group_of, 0)  # rows of this step, by layer
         self._tensors = [
             shard.map(shard_file(self._folder, prompt, rank), len(tokens))
             for prompt, tokens in enumerate(self._prompts)
@@ -163,7 +174,9 @@ class CaptureConnector(IdleConnector):
         self._progress = map_progress(self._folder) if rank == 0 else None
         (self._folder / f"rank-{rank}.json").write_text(json.dumps(asdict(shard)))
 
-    def _take(self, name: str, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+    def _take(
+        self, name: str, group: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+    ) -> None:
         """Copy the prompts' rows; key and value ``[T, kv_heads, head_size]``, slots ``[T]``."""
         if not self.has_connector_metadata():
             return  # a warm-up
@@ -171,26 +184,27 @@ class CaptureConnector(IdleConnector):
         assert isinstance(metadata, CaptureMetadata)
         if not metadata.parts:
             return
-        if self._rows is None:  # the same for every layer of a step
+        parts = [(prompt, start, of_group[group]) for prompt, start, of_group in metadata.parts]
+        if group not in self._rows:
             wanted = torch.tensor(
-                [slot for _, _, part in metadata.parts for slot in part], device=slots.device
+                [slot for _, _, part in parts for slot in part], device=slots.device
             )
             order = slots.argsort()
-            self._rows = order[torch.searchsorted(slots[order], wanted)]
-            assert torch.equal(slots[self._rows], wanted)
+            self._rows[group] = order[torch.searchsorted(slots[order], wanted)]
+            assert torch.equal(slots[self._rows[group]], wanted)
         for tensor, which in ((key, 0), (value, 1)):
-            rows = tensor[self._rows].cpu()
+            rows = tensor[self._rows[group]].cpu()
             begin = 0
-            for prompt, start, part in metadata.parts:
+            for prompt, start, part in parts:
                 target = self._tensors[prompt][name][which]
                 target[start : start + len(part)] = rows[begin : begin + len(part)]
                 begin += len(part)
-        self._taken[name] += len(self._rows)
+        self._taken[name] += len(self._rows[group])
 
     def wait_for_save(self) -> None:
         # The parent compares these counts: rows that some layer did not show are missing.
         taken = min(self._taken.values())
-        self._rows = None
+        self._rows.clear()
         self._taken = dict.fromkeys(self._taken, 0)
         if self._progress is not None and taken:
             self._progress += torch.tensor([taken, 1])

@@ -16,11 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_relay import compat, metrics
 from vllm_relay.system_kv.admission import open_admitted, read_settings
-from vllm_relay.system_kv.file import SystemKVError
+from vllm_relay.system_kv.cache_groups import cache_groups, longest_blocks
 from vllm_relay.system_kv.idle_connector import IdleConnector
 from vllm_relay.system_kv.pinned_blocks import PinnedBlocks
 from vllm_relay.system_kv.placement import place
@@ -81,18 +80,18 @@ class SystemKVConnector(IdleConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config
         settings, (files, salts) = read_settings(extra), open_admitted(extra)
-        group = _only_group(kv_cache_config)
-        block_size = group.kv_cache_spec.block_size
-        placed = place([file.manifest.token_ids for file in files], block_size, salts)
+        groups = cache_groups(kv_cache_config)
+        placed = place([file.manifest.token_ids for file in files], groups, salts)
         self._asked: int | None = None  # the last reset sent to the workers
         self._may_rewrite = False
         self._answer: WorkerMetadata | None = None
         self._sent = SystemKVStats()
         if role == KVConnectorRole.SCHEDULER:
-            self._pins = PinnedBlocks(vllm_config, files, salts, placed, block_size, settings)
+            longest = longest_blocks(vllm_config, kv_cache_config)
+            self._pins = PinnedBlocks(vllm_config, files, salts, placed, groups, longest, settings)
             compat.add_engine_method()
         else:
-            self._writer = Writer(vllm_config, files, placed, block_size, group.layer_names)
+            self._writer = Writer(vllm_config, files, placed, groups)
 
     # In the scheduler.
 
@@ -123,7 +122,7 @@ class SystemKVConnector(IdleConnector):
     @_or_given_up()
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if request.num_preemptions == 0:
-            self._pins.count_hit([block.block_id for block in blocks.blocks[0]])
+            self._pins.count_hit(blocks.blocks)
 
     @_or_given_up(StepMetadata(released=True))
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
@@ -185,16 +184,3 @@ class SystemKVConnector(IdleConnector):
     @classmethod
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> SystemKVMetrics:
         return SystemKVMetrics(*args, **kwargs)
-
-
-def _only_group(kv_cache_config: Any) -> Any:
-    """The KV cache's only group of layers. Raises SystemKVError if there are other kinds."""
-    groups = kv_cache_config.kv_cache_groups
-    specs = [group.kv_cache_spec for group in groups]
-    if [type(spec) for spec in specs] == [FullAttentionSpec] and not specs[0].sliding_window:
-        return groups[0]
-    kinds = {type(spec).__name__ for spec in specs}
-    raise SystemKVError(
-        "system KVs need a model whose layers all attend to all tokens, with keys and values; "
-        f"this one has KV cache groups of {', '.join(sorted(kinds)) or 'no kind'}"
-    )

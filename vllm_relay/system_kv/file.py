@@ -1,9 +1,10 @@
 """The system-KV file: the keys and values of one prompt, and a manifest of where they belong.
 
 A file is a safetensors file. Per layer it holds two tensors, ``{layer}.k`` and ``{layer}.v``, each
-``[tokens, kv_heads, head_size]``: keys after RoPE, values as projected, all KV heads of the model.
-There are no KV blocks and no tensor-parallel slices, so any block size, block layout and degree of
-parallelism can load it. The manifest is JSON in the safetensors metadata.
+``[tokens, kv_heads, head_size]``: keys after RoPE, values as projected, all KV heads of the model;
+of a layer with a sliding window only the last tokens. There are no KV blocks and no tensor-parallel
+slices, so any block size, block layout and degree of parallelism can load it. The manifest is JSON
+in the safetensors metadata.
 
 Every byte is guarded. The manifest holds a BLAKE3 digest of each tensor; the last tensor, the seal,
 is the BLAKE3 digest of the header that holds the manifest. An edited manifest, a flipped bit and a
@@ -27,7 +28,7 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 
-from vllm_relay.system_kv.manifest import FORMAT, Manifest, tensor_names
+from vllm_relay.system_kv.manifest import FORMAT, FORMATS, Manifest, tensor_names
 from vllm_relay.validation import checked, one_line
 
 MANIFEST_KEY = "vllm_relay.system_kv"
@@ -208,10 +209,11 @@ class SystemKVFile:
             raise SystemKVError(
                 f"{self.path}: is a safetensors file, but not a system-KV file"
             ) from None
-        if written != FORMAT:
+        if written not in FORMATS:
             newer = isinstance(written, int) and written > FORMAT
+            known = " and ".join(map(str, FORMATS))
             raise SystemKVError(
-                f"{self.path}: has format {written!r}; this version of vllm-relay reads {FORMAT}"
+                f"{self.path}: has format {written!r}; this version of vllm-relay reads {known}"
                 + (": install a newer one, or build the file anew" if newer else "")
             )
         return dict(given)

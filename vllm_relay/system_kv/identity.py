@@ -192,9 +192,11 @@ def _rope(hf: Mapping[str, Any], max_model_len: int) -> dict[str, Any]:
             found |= {name: entry for name, entry in value.items() if entry is not None}
         elif value is not None:
             found[key] = value
-    kind = str(found.get("rope_type", found.get("type", "default")))
-    if kind != "default":
+    # One for all layers, or one for each kind of them.
+    each = [found, *(entry for entry in found.values() if isinstance(entry, Mapping))]
+    kinds = {str(rope.get("rope_type", rope.get("type", "default"))) for rope in each}
+    if kinds != {"default"}:
         found["max_position_embeddings"] = hf.get("max_position_embeddings")
-    if kind in _ROPE_BY_LENGTH:
+    if kinds & set(_ROPE_BY_LENGTH):
         found["max_model_len"] = max_model_len
     return found

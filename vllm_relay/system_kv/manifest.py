@@ -16,9 +16,11 @@ from pydantic import (
     with_config,
 )
 
-from vllm_relay.validation import Line, Positive
+from vllm_relay.validation import Count, Line, Positive
 
-FORMAT = 1
+FORMAT = 2
+# Format 1 has no layers that begin behind the first token.
+FORMATS = (1, FORMAT)
 DType = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 Kind = Literal["system-prompt", "text", "token-ids"]
 # safetensors' names of the dtypes that keys and values have.
@@ -44,13 +46,17 @@ Scale = Annotated[StrictFloat, Field(gt=0, allow_inf_nan=False)]
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
 class Layer:
-    """One attention layer: its name in vLLM's model, its shape, the scales of a quantised cache."""
+    """One attention layer: its name in vLLM's model, its shape, the scales of a quantised cache.
+
+    ``first_token``: the first whose KV the file holds; requests see none before it.
+    """
 
     name: Line
     kv_heads: Positive
     head_size: Positive
     k_scale: Scale = 1.0
     v_scale: Scale = 1.0
+    first_token: Count = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +85,7 @@ class Manifest(Identity):
     Attributes:
         name: the prompt's name in logs and counters.
         kind: the prompt's source: "system-prompt", "text" or "token-ids".
-        token_ids: the tokens whose KV the file holds, from position 0 on.
+        token_ids: the prompt's tokens, from position 0 on.
         text: the tokens decoded; None without a tokenizer.
         layers: in the order of the model.
         engine: versions and settings of the engine that computed the KV; not compared.
@@ -102,9 +108,16 @@ class Manifest(Identity):
         return len(self.token_ids)
 
     def shapes(self) -> dict[str, tuple[int, int, int]]:
-        """The shape ``(tokens, kv_heads, head_size)`` of each tensor, by name."""
+        """The shape ``(tokens, kv_heads, head_size)`` of each tensor, by name.
+
+        Raises ValueError for a layer that begins past the last token.
+        """
+        if past := [layer for layer in self.layers if layer.first_token >= self.tokens]:
+            raise ValueError(
+                f"layer {past[0].name} begins at token {past[0].first_token:,} of {self.tokens:,}"
+            )
         return {
-            name: (self.tokens, layer.kv_heads, layer.head_size)
+            name: (self.tokens - layer.first_token, layer.kv_heads, layer.head_size)
             for layer in self.layers
             for name in tensor_names(layer.name)
         }

@@ -9,11 +9,17 @@ from vllm.v1.request import Request
 from vllm_relay import compat, metrics
 from vllm_relay.config import SystemKVConfig
 from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
-from vllm_relay.system_kv.placement import Placement, budget_error
+from vllm_relay.system_kv.placement import (
+    CacheGroup,
+    Placement,
+    alignment,
+    budget_error,
+    pinned_ids,
+)
 
 
 class PinnedBlocks:
-    """The blocks of all system KVs in one block pool.
+    """The blocks of all system KVs in one block pool, of all KV cache groups.
 
     They are taken while the pool is new, so their ids are those of `place` and the workers need no
     message. Their hashes enter the pool's prefix cache with the first request: only then has every
@@ -24,7 +30,8 @@ class PinnedBlocks:
     compared their weights and written the blocks again: `wants_rewrite`, `rewritten`. The first
     request counts as reset 0: its workers compare their weights, too.
 
-    ``salts`` are the ``cache_salt`` of each file, ``placements`` its blocks.
+    ``salts`` are the ``cache_salt`` of each file, ``placements`` its blocks by group; ``longest``
+    the blocks that one request of ``max_model_len`` takes.
     """
 
     def __init__(
@@ -32,8 +39,9 @@ class PinnedBlocks:
         vllm_config: Any,
         files: Sequence[SystemKVFile],
         salts: Sequence[str | None],
-        placements: Sequence[Placement],
-        block_size: int,
+        placements: Sequence[tuple[Placement, ...]],
+        groups: Sequence[CacheGroup],
+        longest: int,
         settings: SystemKVConfig,
     ) -> None:
         self._vllm_config = vllm_config
@@ -43,8 +51,12 @@ class PinnedBlocks:
         self._names = _unique([file.manifest.name for file in files])
         opaque = _unique([file.seal[:8] for file in files])
         self._labels = self._names if settings.metric_names else opaque
-        self._block_size = block_size
+        self._groups = groups
+        self._longest = longest
+        # The group in which hits are counted: under full attention a hit is a run of blocks.
+        self._counted = next((i for i, group in enumerate(groups) if group.window is None), 0)
         self._budget = settings.budget
+        self._count = [len(pinned_ids([placed])) for placed in placements]
         self._pool: Any = None
         self._blocks: list[Any] = []
         # Each reset may come with other weights, so each wants an answer of its own.
@@ -59,16 +71,16 @@ class PinnedBlocks:
         Raises:
             SystemKVError: over the budget, or another connector took blocks first.
         """
-        count = len({id for placement in self._placements for id in placement.block_ids})
-        for file, placement in zip(self._files, self._placements, strict=True):
-            if not placement.block_ids:
+        count = len(pinned_ids(self._placements))
+        for file, placed in zip(self._files, self._placements, strict=True):
+            if not placed[self._counted].block_ids:
                 raise SystemKVError(
                     f"{file.path}: has {file.manifest.tokens} tokens, less than one KV block of "
-                    f"{self._block_size}"
+                    f"{alignment(self._groups)}"
                 )
         longest = self._vllm_config.model_config.max_model_len
         usable = pool.get_num_free_blocks()
-        error = budget_error(count, usable, self._budget, longest, self._block_size)
+        error = budget_error(count, usable, self._budget, longest, self._longest)
         if error is not None:
             raise SystemKVError(error)
         self._pool = pool
@@ -83,7 +95,8 @@ class PinnedBlocks:
     def _register(self) -> None:
         """Put the blocks' hashes into the pool's prefix cache."""
         hasher = compat.block_hasher(self._vllm_config, self._pool.hash_block_size)
-        for file, salt, placement in zip(self._files, self._salts, self._placements, strict=True):
+        null = self._pool.null_block
+        for file, salt, placed in zip(self._files, self._salts, self._placements, strict=True):
             request = Request(
                 request_id=f"system-kv-{file.manifest.name}",
                 prompt_token_ids=list(file.manifest.token_ids),
@@ -92,14 +105,17 @@ class PinnedBlocks:
                 cache_salt=salt,
                 block_hasher=hasher,
             )
-            self._pool.cache_full_blocks(
-                request=request,
-                blocks=[self._blocks[block_id - 1] for block_id in placement.block_ids],
-                num_cached_blocks=placement.shared,
-                num_full_blocks=len(placement.block_ids),
-                block_size=self._block_size,
-                kv_cache_group_id=0,
-            )
+            for number, (group, placement) in enumerate(zip(self._groups, placed, strict=True)):
+                blocks = [self._blocks[i - 1] if i else null for i in placement.block_ids]
+                self._pool.cache_full_blocks(
+                    request=request,
+                    # A null block is left out; so is one that an earlier prompt gave its hash.
+                    blocks=[null if block.block_hash is not None else block for block in blocks],
+                    num_cached_blocks=placement.shared,
+                    num_full_blocks=len(blocks),
+                    block_size=group.block_size,
+                    kv_cache_group_id=number,
+                )
 
     @property
     def wants_rewrite(self) -> int | None:
@@ -133,13 +149,14 @@ class PinnedBlocks:
         )
         self._pool.free_blocks(blocks)
 
-    def count_hit(self, block_ids: Sequence[int]) -> None:
-        """Count a request that begins in these blocks, for the prompt it shares most of."""
-        have = [_common_length(placement.block_ids, block_ids) for placement in self._placements]
+    def count_hit(self, blocks: Sequence[Sequence[Any]]) -> None:
+        """Count a request with these blocks, by group, for the prompt it shares most of."""
+        ids = [block.block_id for block in blocks[self._counted]]
+        have = [_hit_length(placed[self._counted].block_ids, ids) for placed in self._placements]
         if self._blocks and (most := max(have, default=0)):
             best = have.index(most)
             self._requests_hit[best] += 1
-            self._tokens_hit[best] += most * self._block_size
+            self._tokens_hit[best] += most * self._groups[self._counted].block_size
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Counters and pinned blocks by label; cheap enough for every step."""
@@ -147,7 +164,7 @@ class PinnedBlocks:
             label: {
                 "requests_hit": self._requests_hit[i],
                 "tokens_hit": self._tokens_hit[i],
-                "blocks": len(self._placements[i].block_ids) if self._blocks else 0,
+                "blocks": self._count[i] if self._blocks else 0,
             }
             for i, label in enumerate(self._labels)
         }
@@ -156,25 +173,26 @@ class PinnedBlocks:
         """One dictionary per prompt, see `vllm_relay.system_kv.status`."""
         found: list[dict[str, Any]] = []
         counted = self.counts().items()
-        for name, (label, counts), file, placement in zip(
+        for name, (label, counts), file, placed in zip(
             self._names, counted, self._files, self._placements, strict=True
         ):
-            ids = placement.block_ids if self._blocks else ()
+            ids = sorted(pinned_ids([placed])) if self._blocks else []
+            columns = len(placed[self._counted].block_ids) if self._blocks else 0
             hashes = [self._blocks[block_id - 1].block_hash for block_id in ids]
             entry: dict[str, Any] = {"name": name, "label": label, "path": str(file.path)}
             entry |= {"tokens": file.manifest.tokens, **counts}
-            entry["tokens_pinned"] = len(ids) * self._block_size
-            entry["block_ids"] = list(ids)
+            entry["tokens_pinned"] = columns * self._groups[self._counted].block_size
+            entry["block_ids"] = ids
             entry["cached"] = bool(hashes) and None not in hashes
             entry["released"] = self.released
             found.append(entry)
         return found
 
 
-def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
+def _hit_length(pinned: Sequence[int], held: Sequence[int]) -> int:
+    """Columns up to the last in which a request holds the pinned block; 0 is the null block."""
+    columns = range(min(len(pinned), len(held)), 0, -1)
+    return next((i for i in columns if pinned[i - 1] == held[i - 1] != 0), 0)
 
 
 def _unique(names: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ tokens of a layer in one call; so nothing here knows the block layout.
 import logging
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import blake3
@@ -16,7 +16,7 @@ import torch
 from vllm_relay import compat, metrics
 from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
 from vllm_relay.system_kv.manifest import Layer
-from vllm_relay.system_kv.placement import Placement
+from vllm_relay.system_kv.placement import CacheGroup, Placement, alignment
 
 # A parameter's bytes in rows; its 8-byte words are added up by row and by column.
 _ROW_BYTES = 1 << 15
@@ -26,24 +26,23 @@ _UNREADABLE: _Fingerprint = b"", []
 
 
 class Writer:
-    """Writes system KVs into the KV cache of one worker; ``layers``: its layers' names.
+    """Writes system KVs into the KV cache of one worker; ``groups``: its layers.
 
-    ``placements``: each file's blocks.
+    ``placements``: each file's blocks, by group.
     """
 
     def __init__(
         self,
         vllm_config: Any,
         files: Sequence[SystemKVFile],
-        placements: Sequence[Placement],
-        block_size: int,
-        layers: Sequence[str],
+        placements: Sequence[tuple[Placement, ...]],
+        groups: Sequence[CacheGroup],
     ) -> None:
         self._vllm_config = vllm_config
         self._files = files
         self._placements = placements
-        self._block_size = block_size
-        self._layers = layers
+        self._groups = groups
+        self._layers = [name for group in groups for name in group.layers]
         self._weights: _Fingerprint | None = None
 
     def write_at_start(self) -> None:
@@ -57,19 +56,20 @@ class Writer:
                 self._weights = _UNREADABLE
 
     def write(self) -> None:
-        """Write every file's full blocks. Raises SystemKVError for a damaged file."""
+        """Write every file's blocks. Raises SystemKVError for one that is damaged or too short."""
         started, count = time.monotonic(), 0
-        for file, placement in zip(self._files, self._placements, strict=True):
-            begin = placement.shared * self._block_size
-            end = len(placement.block_ids) * self._block_size
-            if begin < end:
-                slots = _slots(placement.block_ids[placement.shared :], self._block_size)
-                count += self._write_file(file, begin, end, slots)
+        for file, placed in zip(self._files, self._placements, strict=True):
+            described = self._described(file)
+            for group, placement in zip(self._groups, placed, strict=True):
+                if placement.shared < len(placement.block_ids):
+                    count += self._write_group(file, described, group, placement)
         seconds = time.monotonic() - started
-        for placement in self._placements:
-            for layer in map(self._layer, self._layers):
-                if keep := getattr(layer.impl, "keep", None):
-                    keep(layer, layer.kv_cache, placement.block_ids)
+        for placed in self._placements:
+            for group, placement in zip(self._groups, placed, strict=True):
+                # Under a window segments are read in place: requests soon see another part.
+                for layer in map(self._layer, group.layers if group.window is None else ()):
+                    if keep := getattr(layer.impl, "keep", None):
+                        keep(layer, layer.kv_cache, placement.block_ids)
         if self._files and self._vllm_config.parallel_config.rank == 0:
             metrics.logger.log(
                 logging.INFO if self._weights is None else logging.DEBUG,  # resets can be many
@@ -86,8 +86,8 @@ class Writer:
         """A layer of this worker's model; its ``kv_cache`` are the KV blocks."""
         return self._vllm_config.compilation_config.static_forward_context[name]
 
-    def _write_file(self, file: SystemKVFile, begin: int, end: int, slots: torch.Tensor) -> int:
-        """Write tokens ``begin`` to ``end`` of a file; returns the bytes written."""
+    def _described(self, file: SystemKVFile) -> dict[str, Layer]:
+        """A file's layers by name. Raises SystemKVError where they are not this model's."""
         described = {layer.name: layer for layer in file.manifest.layers}
         ours = set(self._layers)
         if missing := sorted(ours - described.keys()):
@@ -96,15 +96,37 @@ class Writer:
         extra = described.keys() - ours
         if extra and parallel.pipeline_parallel_size == 1:
             raise SystemKVError(f"{file.path}: has KV for {min(extra)}, which this model lacks")
+        return described
+
+    def _write_group(
+        self,
+        file: SystemKVFile,
+        described: Mapping[str, Layer],
+        group: CacheGroup,
+        placement: Placement,
+    ) -> int:
+        """Write one group's layers into the blocks past the shared ones; returns the bytes."""
+        begin, end = (x * group.block_size for x in (placement.shared, len(placement.block_ids)))
+        slots = _slots(placement.block_ids[placement.shared :], group.block_size)
+        tensor_parallel_size = self._vllm_config.parallel_config.tensor_parallel_size
         written = 0
-        for name in self._layers:
+        for name in group.layers:
             layer, wanted = self._layer(name), described[name]
+            if begin < wanted.first_token:
+                raise SystemKVError(
+                    f"{file.path}: layer {name} begins at token {wanted.first_token:,}, this "
+                    f"engine's KV blocks at {begin:,}: build it with --block-size "
+                    f"{alignment(self._groups)}"
+                )
             cache, heads = layer.kv_cache, layer.impl.num_kv_heads
-            first = _first_head(wanted.kv_heads, heads, parallel.tensor_parallel_size)
+            first = _first_head(wanted.kv_heads, heads, tensor_parallel_size)
             _check_shape(file, layer, wanted)
+            start = begin - wanted.first_token
             slots = slots.to(cache.device)
             keys, values = (
-                tensor[begin:end, first : first + heads].to(cache.device).contiguous()
+                tensor[start : start + end - begin, first : first + heads]
+                .to(cache.device)
+                .contiguous()
                 for tensor in file.tensors(name)
             )
             layer.impl.do_kv_cache_update(layer, keys, values, cache, slots)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vllm_relay.system_kv.file import SystemKVError, SystemKVFile, write_file
-from vllm_relay.system_kv.manifest import Layer, Manifest, tensor_names
+from vllm_relay.system_kv.manifest import Layer, Manifest
 
 # Odd sizes, and two layers of different shapes.
 LAYERS = (
@@ -53,11 +53,8 @@ def small_tensors(manifest: Manifest, seed: int = 0) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, manifest.dtype)
     return {
-        name: torch.randn(manifest.tokens, layer.kv_heads, layer.head_size, generator=random).to(
-            dtype
-        )
-        for layer in manifest.layers
-        for name in tensor_names(layer.name)
+        name: torch.randn(shape, generator=random).to(dtype)
+        for name, shape in manifest.shapes().items()
     }
 
 

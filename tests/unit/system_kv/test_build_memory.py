@@ -7,7 +7,7 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.engine.engine import SMOLLM2
-from vllm_relay.system_kv.build import Builder
+from vllm_relay.system_kv.build import Builder, padded_layers
 
 TOKEN = 2 * 3 * 64 * 2 * 30  # bytes of SmolLM2's keys and values
 
@@ -45,3 +45,11 @@ def test_where_rope_depends_on_the_length_the_length_stays(
     config = build._config
     assert config.model_config.max_model_len == 8192
     assert config.cache_config.kv_cache_memory_bytes >= 8192 * TOKEN
+
+
+def test_groups_as_large_as_the_rarest_kind_of_layers_have_empty_places() -> None:
+    assert padded_layers([]) == padded_layers(["full_attention"] * 7) == 1
+    assert padded_layers(["sliding_attention", "full_attention"] * 3) == 1
+    # 52 and 10 layers: 7 groups of 10.
+    kinds = ["sliding_attention"] * 52 + ["full_attention"] * 10
+    assert padded_layers(kinds) == 70 / 62

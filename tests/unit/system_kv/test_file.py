@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 
 from tests.unit.system_kv.files import (
     LAYERS,
+    edit_manifest,
     files_in,
     small_manifest,
     small_tensors,
@@ -80,6 +81,25 @@ def test_the_manifest_comes_back_with_a_checksum_for_every_tensor(tmp_path: Path
     assert read == replace(written, checksums=expected)
     assert read.tokens == 7 and read.layers == LAYERS
     assert hash(read.layers) == hash(LAYERS)  # tuples of dataclasses, not JSON's lists
+
+
+def test_a_layer_has_its_tokens_from_its_first_on(tmp_path: Path) -> None:
+    first, second = LAYERS
+    path = write_small(tmp_path, layers=(first, replace(second, first_token=6)))
+    file = SystemKVFile(path)
+    file.verify()
+    assert [file.tensors(layer.name)[0].shape for layer in LAYERS] == [(7, 3, 5), (1, 1, 7)]
+
+
+def test_a_file_of_format_1_is_read(tmp_path: Path) -> None:
+    path = write_small(tmp_path)
+    layers = [asdict(layer) for layer in LAYERS]
+    for layer in layers:
+        del layer["first_token"]
+    edit_manifest(path, format=1, layers=layers)
+    file = SystemKVFile(path)
+    file.verify()
+    assert file.manifest.layers == LAYERS
 
 
 def test_any_safetensors_reader_reads_the_file(tmp_path: Path) -> None:

@@ -188,10 +188,10 @@ def test_a_newer_format_is_named_even_when_it_is_sealed_in_another_way(
     tmp_path: Path, reseal: bool
 ) -> None:
     path = write_small(tmp_path)
-    edit_manifest(path, format=2, name=..., reseal=reseal)  # and has other fields
+    edit_manifest(path, format=3, name=..., reseal=reseal)  # and has other fields
     assert refusal(path) == (
-        "has format 2; this version of vllm-relay reads 1: install a newer one, or build the file "
-        "anew"
+        "has format 3; this version of vllm-relay reads 1 and 2: install a newer one, or build the "
+        "file anew"
     )
 
 
@@ -199,7 +199,7 @@ def test_a_newer_format_is_named_even_when_it_is_sealed_in_another_way(
 def test_what_is_no_known_format_is_refused(tmp_path: Path, written: Any) -> None:
     path = write_small(tmp_path)
     edit_manifest(path, format=written)
-    assert refusal(path) == f"has format {written!r}; this version of vllm-relay reads 1"
+    assert refusal(path) == f"has format {written!r}; this version of vllm-relay reads 1 and 2"
 
 
 @pytest.mark.parametrize(
@@ -231,6 +231,14 @@ def test_what_is_no_known_format_is_refused(tmp_path: Path, written: Any) -> Non
         ({"engine": {"vllm": "0.32\n"}}, "engine.vllm must match pattern"),
         ({"layers": [asdict(LAYERS[0]) | {"k_scale": -1.0}]}, r"k_scale must be greater than 0"),
         ({"layers": [asdict(LAYERS[0]) | {"k_scale": float("nan")}]}, "k_scale must be"),
+        ({"layers": [asdict(LAYERS[0]) | {"first_token": -1}]}, "first_token must be >= 0"),
+        (
+            {"layers": [asdict(LAYERS[0]) | {"first_token": 0.5}]},
+            "must be a valid integer, got 0.5",
+        ),
+        ({"layers": [asdict(LAYERS[0]) | {"first_token": 7}]}, "attn begins at token 7 of 7"),
+        ({"layers": [asdict(LAYERS[0]) | {"first_token": 2}]}, "does not name the tensors"),
+        ({"layers": [asdict(x) | {"first_token": 2} for x in LAYERS]}, r"the shape \[7, 3, 5\]"),
         ({"engine": {"vllm": 1}}, r"engine\.vllm must be a valid string, got 1"),
         ({"checksums": []}, "checksums must be a valid"),
         ({"layers": []}, "does not name the tensors in the file"),

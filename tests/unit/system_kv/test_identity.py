@@ -208,6 +208,20 @@ def test_longrope_differs_between_engines_of_other_lengths() -> None:
     ]
 
 
+def test_a_length_counts_where_one_kind_of_layers_depends_on_it() -> None:
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    config = {
+        "rope_parameters": {
+            "sliding_attention": plain,
+            "full_attention": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0},
+        },
+        "max_position_embeddings": 4096,
+    }
+    assert _rope(config, 8192) != _rope(config, 8193)
+    config["rope_parameters"] = {"sliding_attention": plain, "full_attention": plain}
+    assert _rope(config, 8192) == _rope(config, 8193)
+
+
 # Of a real engine's configuration
 
 

@@ -92,7 +92,7 @@ def test_a_failure_is_a_reason_and_is_counted(
     monkeypatch.setattr(metrics, "_fallbacks", Counter())
     monkeypatch.setattr(writer, "_fingerprint", lambda: None)
     monkeypatch.setattr(owner, name, fail)
-    assert Writer(None, [], [], 16, []).rewrite(1) == reason
+    assert Writer(None, [], [], []).rewrite(1) == reason
     assert metrics.counters()["fallbacks_loading"] == 1
 
 
@@ -101,7 +101,7 @@ def test_weights_are_compared_before_the_first_request_and_nothing_is_written(
 ) -> None:
     layer = torch.nn.Linear(2, 2)
     _model(layer, monkeypatch)
-    made = Writer(None, [], [], 16, [])
+    made = Writer(None, [], [], [])
     made._weights = writer._fingerprint()
     monkeypatch.setattr(Writer, "write", None)
     assert made.rewrite(0) is None
