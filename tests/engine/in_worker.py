@@ -3,8 +3,11 @@
 vLLM loads both classes by name (``logits_processors=``, ``worker_extension_cls=``).
 """
 
+import json
+import os
 import pkgutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -133,6 +136,10 @@ PLANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "cap": (STEP, _wrong_score(_higher_cap)),
     "slope": (STEP, _wrong_of_layer("slopes", 1.1)),
     "sink": (STEP, _wrong_of_layer("sinks", 1.1)),
+    "loads": (
+        "backend.continuity.Continuity.new_rows",
+        lambda _: lambda self, n: np.zeros(n, bool),
+    ),
     "paged-lse": ("backend.cuda_impl.paged_relay", _wrong_paged_lse),
 }
 
@@ -201,6 +208,10 @@ class WorkerExtension:
 
     def counters(self) -> dict[str, int]:
         return metrics.counters()
+
+    def write_counters(self, folder: str) -> None:
+        """The counters as a file: of a server's engines, a call returns those of the first only."""
+        Path(folder, f"{os.getpid()}.json").write_text(json.dumps(metrics.counters()))
 
     def seen_steps(self) -> dict[str, dict[int, int]]:
         return _seen

@@ -296,18 +296,22 @@ def test_an_engine_that_does_not_start_is_explained_in_the_last_line(
     )
 
 
-def test_beside_another_connector(model: Path, file: Path, tmp_path: Path) -> None:
+def test_beside_another_connector(
+    model: Path, file: Path, stock: dict[str, Any], tmp_path: Path
+) -> None:
     other = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "store")},
     }
-    program = [_generate(count=2), ["status", None]]
+    program = [_generate(force=stock["tokens"]), ["status", None], ["counters", None]]
     engine = _engine(model, file, kv_transfer_config=other)
-    (answers, (status,)), log = run_program(tmp_path, engine, program)
-    assert answers["cached"] == [640, 640]
-    assert status["requests_hit"] == 2
-    assert "relay: not used: another KV connector is configured" in log
+    (answers, (status,), (counters,)), log = run_program(tmp_path, engine, program)
+    assert answers["cached"] == [640] * 6
+    assert status["requests_hit"] == 6
+    # relayed, too: test_connectors.py
+    assert counters["steps_relayed"] >= STEPS - 4 and "relay: not used" not in log
+    assert _distance(answers, stock) < COARSE
 
 
 def test_several_prompts_in_one_start_and_a_fresh_prefill_agrees(

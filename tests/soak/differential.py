@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.harness.random_model import LAYERS, VOCABULARY, write_random_model
+from benchmarks.harness.random_model import VOCABULARY, write_random_model
 from tests.engine.engine import run_engine
 from tests.engine.system_kv import build
 
@@ -114,7 +114,9 @@ def _runs(row: Mapping[str, Any], waves: int, folder: Path) -> list[dict[str, An
         "waves": waves,
         "steps": STEPS,
         "salts": row["salts"],
-        "lora": [_adapter(folder / f"adapter-{i}", i) for i in (1, 2)] if row["lora"] else None,
+        "lora": [write_adapter(folder / f"adapter-{i}", model, i) for i in (1, 2)]
+        if row["lora"]
+        else None,
         "prefix": PREFIX if row["system_kv"] else None,
         "resets": True,
     }
@@ -152,13 +154,15 @@ def differences(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[list[str], 
     return wrong, compared
 
 
-def _adapter(folder: Path, seed: int) -> str:
+def write_adapter(folder: Path, model: Path, seed: int) -> str:
     """A LoRA adapter of rank 8 on queries and values, with random weights that change answers."""
     folder.mkdir()
-    generator, hidden = torch.Generator().manual_seed(seed), HEADS * HEAD_SIZE
+    shape = json.loads((model / "config.json").read_text())
+    generator, hidden = torch.Generator().manual_seed(seed), shape["hidden_size"]
     tensors = {}
     for layer, (name, rows) in product(
-        range(LAYERS), (("q_proj", hidden), ("v_proj", KV_HEADS * HEAD_SIZE))
+        range(shape["num_hidden_layers"]),
+        (("q_proj", hidden), ("v_proj", shape["num_key_value_heads"] * shape["head_dim"])),
     ):
         place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
         tensors[f"{place}.lora_A.weight"] = torch.randn(8, hidden, generator=generator) / 8

@@ -22,7 +22,8 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from vllm_relay import metrics
+from vllm_relay import compat, metrics
+from vllm_relay.backend.continuity import Continuity, continuity
 from vllm_relay.backend.cpu_impl import RelayImpl, RelayMetadata, RelayStep
 from vllm_relay.backend.engine_support import engine_refusal
 from vllm_relay.backend.fallback import Fallback
@@ -83,7 +84,13 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         self._scrubbed: list[RelayImpl] = []
         self.planner: StepPlanner | None = None
         self.refusal: str | None = None
+        # Ours writes blocks before the first pass and later only what they held. Others load KV
+        # into them between passes.
+        self._connected = not only_system_kv(vllm_config.kv_transfer_config)
+        self._continuity: Continuity | None = None
         try:
+            if self._connected:
+                self._continuity = continuity(compat.worker().model_runner)
             self.planner = self._make_planner(config, vllm_config)
         except Exception as error:
             self.refusal = "its start failed"
@@ -129,7 +136,7 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
             shape: load_or_measure(self, layer, shape) if least is None else reads(least)
             for shape, layer in layer_of.items()
         }
-        return StepPlanner(costs, block_size, levels, packed, bound.partials)
+        return StepPlanner(costs, block_size, levels, packed, bound.partials, self._continuity)
 
     def _decide(self, config: RelayConfig, vllm_config: Any) -> bool:
         """Whether this builder plans at all; says why not, and which layers it leaves to vLLM."""
@@ -139,10 +146,8 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
             reason = "switched off by additional_config"
         elif reason is not None:
             pass
-        elif not only_system_kv(vllm_config.kv_transfer_config):
-            # Connectors write blocks outside forward passes, unseen by `PackedCache`; ours writes
-            # them before the first and later only what they held.
-            reason = "another KV connector is configured"
+        elif self._connected and self._continuity is None:
+            reason = "another KV connector is configured, and the runner does not say what it loads"
         else:
             # The whole model counts: another builder may relay another KV cache group.
             every = get_layers_from_vllm_config(vllm_config, Attention).values()

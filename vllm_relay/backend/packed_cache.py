@@ -15,9 +15,10 @@ longest beginning
     nobody is left to vouch for it.
 Between passes the engine zeroes newly allocated blocks and may copy a partly filled block for a
 request that goes on in it: both belong to one request, which writes them in the step that follows.
-KV connectors write any block between passes; with one configured nothing is relayed. Ours is the
-exception: it writes the blocks of system KVs before the first pass and, after a reset of the prefix
-cache, the same contents again. Their pin vouches for them while no request holds them.
+KV connectors load KV between passes, into blocks that a request was given since the last step. With
+one configured, all computed blocks of such a request count as written (`continuity.py`). Ours is
+the exception: it writes the blocks of system KVs before the first pass and, after a reset of the
+prefix cache, the same contents again. Their pin vouches for them while no request holds them.
 """
 
 from collections.abc import Callable, Collection, Iterator

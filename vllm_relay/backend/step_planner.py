@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_relay.backend.continuity import Continuity
 from vllm_relay.backend.cpu_impl import RelayStep
 from vllm_relay.backend.packed_cache import Found, PackedCache, written_blocks
 from vllm_relay.ops.native.prepared import AttentionShape
@@ -24,6 +25,7 @@ class StepPlanner:
         costs: of each shape of layers. block_size: of the block tables.
         max_levels: as `sharing.choose`. packed: the packed segments.
         max_partial_bytes: a step whose partials would take more has no groups.
+        continuity: the requests of the steps, beside a connector that loads KV; else None.
     """
 
     def __init__(
@@ -33,9 +35,11 @@ class StepPlanner:
         max_levels: int,
         packed: PackedCache,
         max_partial_bytes: float = math.inf,
+        continuity: Continuity | None = None,
     ) -> None:
         self.packed = packed
         self._max_partial_bytes = max_partial_bytes
+        self._continuity = continuity
         self._block_size = block_size
         self._costs = costs
         # Segments of windowed layers are not packed: their requests soon see another part.
@@ -59,11 +63,15 @@ class StepPlanner:
         table = common.block_table_tensor[: common.num_reqs].numpy()
         lens = common.seq_lens[: common.num_reqs].numpy()
         starts = common.query_start_loc[: common.num_reqs + 1].numpy()
+        new = self._continuity and self._continuity.new_rows(common.num_reqs)
         if self.packed:
             # All of it: whatever else is cut off a step, the engine writes these.
-            slots = common.slot_mapping.numpy()
+            written = written_blocks(common.slot_mapping.numpy(), self._block_size)
             computed = (lens - np.diff(starts)) // self._block_size
-            self.packed.begin_step(table, computed, written_blocks(slots, self._block_size))
+            if new is not None:
+                loaded = np.arange(table.shape[1]) < (computed * new)[:, None]
+                written = np.union1d(written, table[loaded])
+            self.packed.begin_step(table, computed, written)
         if common.causal is not True:
             return {}
         found = {shape: self._plan_shape(shape, table, lens, starts) for shape in self._planners}

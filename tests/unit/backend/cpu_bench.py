@@ -32,12 +32,16 @@ class Bench:
     keys: torch.Tensor  # [blocks * BLOCK, Hkv, D] by slot
     values: torch.Tensor
 
-    def plan_by(self, costs: Costs | None = None, room: int = 10**6) -> PackedCache:
+    def plan_by(
+        self, costs: Costs | None = None, room: int = 10**6, continuity: Any = None
+    ) -> PackedCache:
         """Plan by these costs from now on (KV reads where None), with ``room`` packed blocks."""
         packed = PackedCache(1, room)
         self.impl.packed = packed
         assert self.impl.shape is not None
-        self.builder.planner = StepPlanner({self.impl.shape: costs or reads()}, BLOCK, 3, packed)
+        self.builder.planner = StepPlanner(
+            {self.impl.shape: costs or reads()}, BLOCK, 3, packed, continuity=continuity
+        )
         return packed
 
 
