@@ -17,6 +17,7 @@ import torch
 from benchmarks.harness.force_tokens import ForceTokens  # noqa: F401
 from benchmarks.harness.kv_rows import copy_rows
 from vllm_relay import metrics
+from vllm_relay.backend.layer_report import LayerReporter
 from vllm_relay.ops.fusion.native import fuse
 from vllm_relay.ops.native import library as native
 
@@ -173,7 +174,7 @@ def _watch() -> None:
     Segment.layer, PackedCache.begin_step = layer, begin_step
 
 
-class WorkerExtension:
+class WorkerExtension(LayerReporter):
     """Methods for ``llm.collective_rpc``."""
 
     def watch(self, guarded: bool) -> None:

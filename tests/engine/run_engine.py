@@ -3,9 +3,9 @@
 SPEC: ``engine`` (arguments of `vllm.LLM`), ``warm_up`` and ``prompts`` (token ids), ``force``
 (tokens that each request must produce, or null for greedy), ``passes`` (an error of
 `in_worker.PLANTS` to plant, or null, and steps). RESULT: ``counters`` of the first worker,
-``workers``, ``levels`` and ``queries`` (how many relayed steps had so many levels, and rows so many
-query tokens), and per pass ``tokens`` and ``logprobs`` of the produced tokens, both
-[requests][steps].
+``workers``, ``layers`` (`vllm_relay.backend.layer_report`), ``levels`` and ``queries`` (how many
+relayed steps had so many levels, and rows so many query tokens), and per pass ``tokens`` and
+``logprobs`` of the produced tokens, both [requests][steps].
 """
 
 import json
@@ -61,7 +61,14 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         )
     workers = llm.collective_rpc("counters")
     seen = llm.collective_rpc("seen_steps")[0]
-    return {"passes": results, "counters": workers[0], "workers": workers, **seen}
+    layers = llm.collective_rpc("report_layers", args=((), 0))[0]
+    return {
+        "passes": results,
+        "counters": workers[0],
+        "workers": workers,
+        "layers": layers,
+        **seen,
+    }
 
 
 if __name__ == "__main__":

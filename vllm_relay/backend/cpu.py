@@ -156,7 +156,7 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
                 reason = f"no layer is supported ({', '.join(sorted(of_model)) or 'none found'})"
         self.refusal = reason
         if reason is not None:
-            metrics.say_once(f"not used: {reason}; vLLM's own CPU attention serves this model")
+            metrics.say_once(f"not used: {reason}; vLLM's own CPU attention serves these layers")
             return False
         for refusal in sorted(refusal for refusal in refusals if refusal is not None):
             metrics.say_once(f"layers with {refusal} stay on vLLM's own CPU attention")

@@ -1,12 +1,10 @@
-"""Parity of layers with windows, sinks, a soft cap, ALiBi, and several head shapes in one model."""
+"""Parity of architectures whose attention layers differ, a third of those in docs/models.md."""
 
 from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.architectures import ARCHITECTURES, PEAKS
-from benchmarks.harness.random_model import PEAK, write_model
-from tests.engine.parity import Case, check
+from tests.engine.models import check_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -19,14 +17,16 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
         ("gemma-3", ("window",)),
         ("gemma-4", ("window",)),
         ("falcon", ("slope",)),
+        ("qwen-3-next", ()),
+        ("granite-4", ()),
+        ("gemma-3n", ()),
+        ("llama-4", ()),
+        ("deepseek-v2", ()),
+        ("mixtral", ()),
+        ("cohere-2", ()),
     ],
 )
 def test_logprobs_stay_within_twice_the_distance_of_vllms_own(
     name: str, planted: tuple[str, ...], tmp_path: Path
 ) -> None:
-    case = Case(
-        write=lambda folder: write_model(folder, ARCHITECTURES[name](), peak=PEAKS.get(name, PEAK)),
-        bf16=("block",),
-        fp32=planted,
-    )
-    check(case, tmp_path)
+    check_model(name, tmp_path, planted)

@@ -1,0 +1,142 @@
+"""Parity of small models of many architectures, and docs/models.md.
+
+    python -m tests.engine.models [NAME ...]
+
+A row per architecture in benchmarks/results/models.csv. What its newest revision has is skipped: a
+run that was ended goes on.
+"""
+
+import sys
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.harness.architectures import ARCHITECTURES
+from benchmarks.harness.environment import RESULTS, ROOT
+from benchmarks.harness.random_model import write_model
+from benchmarks.harness.result_csv import Row, read, revision, source
+from tests.engine.parity import Case, Found, check
+from tests.soak.__main__ import run_part
+
+CSV = RESULTS / "models.csv"
+PAGE = ROOT / "docs" / "models.md"
+CODE = ("vllm_relay", "tests/engine", "benchmarks/harness/architectures.py")
+HEAD = """# Models
+
+Small models of each architecture, random weights, on the real CPU engine. Requests of three shared
+prefixes and ungrouped ones produce the same tokens in runs by vLLM and by relay; log-probabilities
+are compared with an fp32 run. **Distance** is that of relay's bf16 run over that of vLLM's own bf16
+run, the larger one of root mean square and 99.9th percentile: about 1 is as exact as vLLM, 2 is the
+bound of the tests. **fp32** is the distance of relay's own fp32 run on the same scale, its bound
+0.02. A layer is listed if it keeps KV or a state.
+
+`vllm-relay doctor MODEL` says the same of your model, with your options.
+"""
+NOTES = """
+Engine limits: Qwen3-Next runs in bf16 only, so transformers computes its fp32 run. Mamba-2 layers
+(Granite 4, Falcon-H1, Nemotron-H) fail with prefix caching, by vLLM and relay, if a prompt's chunk
+goes past the last state that vLLM keeps; here prefixes are multiples of that distance and
+`--max-num-batched-tokens` is 128.
+"""
+# Mamba-2's scan on CPUs has no states but a chunk's last (vLLM 0.32).
+_SHORT_CHUNKS: dict[str, Any] = {
+    "groups": ((512, 14, 60), (512, 10, 60), (256, 8, 60)),
+    "ungrouped": (60, 65, 70, 75, 80),
+    "engine": {"max_num_batched_tokens": 128},
+}
+CASES: dict[str, dict[str, Any]] = {
+    "qwen-3-next": {"float32": False},
+    "granite-4": _SHORT_CHUNKS,
+    "falcon-h1": _SHORT_CHUNKS,
+    "nemotron-h": _SHORT_CHUNKS,
+    "deepseek-v2": {"relayed": False},
+}
+
+
+def check_model(name: str, folder: Path, planted: tuple[str, ...] = ()) -> Found:
+    """`parity.check` of an architecture; a group that misses a block is always planted.
+
+    Args:
+        planted: errors in its fp32 run.
+    """
+    architecture, case = ARCHITECTURES[name], CASES.get(name, {})
+    return check(
+        Case(
+            write=lambda path: write_model(path, architecture(), peak=architecture.peak),
+            bf16=("block",) if case.get("relayed", True) else (),
+            fp32=planted,
+            **case,
+        ),
+        folder,
+    )
+
+
+def _row(names: list[str], index: int) -> Row:
+    name = names[index]
+    row: dict[str, Any] = {"model": name, "class": type(ARCHITECTURES[name]()).__name__}
+    with TemporaryDirectory() as folder:
+        try:
+            found = check_model(name, Path(folder))
+        except AssertionError as error:
+            wrong = str(error).strip().splitlines()
+            print(f"{name}: {error}", file=sys.stderr)
+            return (
+                row
+                | dict.fromkeys(("layers", "relayed", "left", "bf16", "fp32"), "")
+                | {
+                    "failures": 1,
+                    "why": wrong[-1] if wrong else "a bound",
+                }
+            )
+    left = Counter(f"{x['kind']}: {x['reason']}" for x in found.layers if x["reason"])
+    return row | {
+        "layers": len(found.layers),
+        "relayed": sum(x["reason"] is None for x in found.layers),
+        "left": "; ".join(f"{count} x {why}" for why, count in left.items()),
+        "bf16": round(found.bf16, 2),
+        "fp32": "" if found.fp32 is None else float(f"{found.fp32:.2g}"),
+        "failures": 0,
+        "why": "",
+    }
+
+
+def page(rows: list[Row]) -> str:
+    """The text of docs/models.md."""
+    last = rows[-1]
+    lines = [
+        HEAD,
+        f"{len(rows)} architectures, {last['device']}, vLLM {last['vllm']}, transformers "
+        f"configurations, {last['date'][:10]} ([CSV](../benchmarks/results/models.csv), made by "
+        "`make test-models`):",
+        "",
+        "| model | attention | layers | relayed | left to vLLM | distance | fp32 |",
+        "|---|---|---:|---:|---|---:|---:|",
+    ]
+    for row in rows:
+        kind = ARCHITECTURES[row["model"]].layers
+        cells = (row[key] for key in ("layers", "relayed", "left", "bf16", "fp32"))
+        title = f"{row['model']} (`{row['class'].removesuffix('Config')}`)"
+        lines.append("| " + " | ".join(map(str, (title, kind, *cells))) + " |")
+    return "\n".join([*lines, NOTES])
+
+
+def main() -> int:
+    names = list(ARCHITECTURES)
+    if unknown := [name for name in sys.argv[1:] if name not in names]:
+        sys.exit(f"models: unknown {', '.join(unknown)}; known: {', '.join(names)}")
+    columns = source() | {"revision": revision(*CODE)}
+    failures = 0
+    for name in sys.argv[1:] or names:
+        index = names.index(name)
+        rows = run_part(CSV, partial(_row, names), range(index, index + 1), columns)
+        failures += sum(row["failures"] for row in rows)
+    newest = [row for row in read(CSV) if row["revision"] == columns["revision"]]
+    if not sys.argv[1:]:
+        PAGE.write_text(page(sorted(newest, key=lambda row: row["chunk"])))
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
