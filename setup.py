@@ -5,8 +5,10 @@ set whose flags the compiler does not know is left out. Adding one takes a file 
 ``vllm_relay/ops/csrc/isa``: its first comment names the machines, flags, condition and rank.
 """
 
+import os
 import platform
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,19 +49,25 @@ def table(compiled: list[InstructionSet]) -> str:
 
 
 class BuildKernels(build_ext):
-    """Compiles the kernels once per instruction set, each with its own flags."""
+    """Compiles the kernels once per instruction set, each with its own flags, side by side."""
 
     def build_extension(self, extension: Extension) -> None:
+        def compile_for(isa: InstructionSet) -> list[str]:
+            return self.compiler.compile(
+                [str(KERNELS)],
+                output_dir=f"{self.build_temp}/{isa.name}",
+                macros=[("RELAY_ISA", isa.name)],
+                extra_postargs=[*COMMON, *isa.flags],
+                depends=extension.depends,
+            )
+
+        sets = instruction_sets(platform.machine())
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            done = [pool.submit(compile_for, isa) for isa in sets]
         compiled = []
-        for isa in instruction_sets(platform.machine()):
+        for isa, objects in zip(sets, done, strict=True):
             try:
-                extension.extra_objects += self.compiler.compile(
-                    [str(KERNELS)],
-                    output_dir=f"{self.build_temp}/{isa.name}",
-                    macros=[("RELAY_ISA", isa.name)],
-                    extra_postargs=[*COMMON, *isa.flags],
-                    depends=extension.depends,
-                )
+                extension.extra_objects += objects.result()
                 compiled.append(isa)
             except Exception:
                 if not compiled:
