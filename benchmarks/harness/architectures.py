@@ -137,6 +137,25 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         peak=0.5,  # the layer's scale is 1
     ),
+    "paligemma": Architecture(
+        config="PaliGemmaConfig",
+        layers="full attention behind images; requests of text",
+        given={
+            "text_config": {**WIDTH, **GQA, "head_dim": 64, **TOKENS, "model_type": "gemma"},
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            "image_token_index": VOCABULARY - 1,
+            "projection_dim": 256,
+        },
+        drop=(*WIDTH, *GQA, "head_dim"),
+    ),
     "gpt-oss": Architecture(
         config="GptOssConfig",
         layers="sinks in every layer, a window in every other; experts",
@@ -247,16 +266,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         config="Exaone4Config",
         layers="a window in three layers of four",
         given={"sliding_window": WINDOW, "sliding_window_pattern": 4},
-    ),
-    "minimax-m2": Architecture(
-        config="MiniMaxM2Config",
-        layers="experts",
-        given={
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "rotary_dim": 32,
-            "scoring_func": "sigmoid",
-        },
     ),
     "stablelm": Architecture(
         config="StableLmConfig", layers="rotary positions in a quarter", drop=("head_dim",)

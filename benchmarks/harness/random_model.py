@@ -27,24 +27,26 @@ def write_model(folder: Path, config: Any, seed: int = 0, peak: float = PEAK) ->
     Same arguments, same weights.
 
     Args:
-        config: of a causal language model, from transformers.
+        config: of a model that writes text, from transformers.
         peak: standard deviation of queries and keys, before the layer's scale.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     generator = torch.Generator().manual_seed(seed)
+    images = hasattr(config, "vision_config")
+    kind = AutoModelForImageTextToText if images else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # whatever is left as the class initialises it
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = kind.from_config(config, dtype=torch.bfloat16)
     tied = getattr(config, "tie_word_embeddings", False)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 and not name.endswith(("bias", "sinks")):
             # The weight of a norm is 1, or it is 0 and added to 1.
             if re.search(r"[qk]_norm\.weight", name):
                 parameter.data += peak - 1
-            elif tied and name == "model.norm.weight":
+            elif tied and name.endswith("model.norm.weight"):
                 parameter.data += _SHARP / _TIED - 1
             continue
         scale = parameter.shape[-1] ** -0.5

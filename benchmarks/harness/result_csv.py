@@ -5,7 +5,8 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -103,3 +104,41 @@ def save(console: Console, name: str, rows: Sequence[Row], **columns: str) -> Pa
     path = write_csv(RESULTS / f"{name}.csv", rows, source() | columns)
     console.print(f"wrote {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
     return path
+
+
+def run_chunks(
+    path: Path, run_chunk: Callable[[int], Row], chunks: range, columns: dict[str, str]
+) -> list[Row]:
+    """Rows of these chunks at this revision; those that the CSV lacks are run and appended.
+
+    Args:
+        columns: provenance of this run, with its ``revision``. A dirty one is never skipped.
+    """
+    revision = columns["revision"]
+    rows = [row for row in read(path) if row["revision"] == revision] if path.exists() else []
+    rows = [row for row in rows if row["chunk"] in chunks]
+    if revision.endswith("-dirty"):
+        rows = []
+    done = {row["chunk"] for row in rows}
+    for chunk in chunks:
+        if chunk in done:
+            continue
+        started = time.monotonic()
+        row: dict[str, Any] = {"chunk": chunk, **run_chunk(chunk)}
+        row |= {"seconds": round(time.monotonic() - started, 1), **columns}
+        _append(path, row)
+        rows.append(row)
+        shown = ", ".join(f"{key} {value}" for key, value in row.items() if key not in columns)
+        print(f"{path.stem}: {shown}", flush=True)
+    return rows
+
+
+def _append(path: Path, row: Row) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Rows of another shape are of an older revision.
+    new = not path.exists() or path.read_text().partition("\n")[0] != ",".join(row)
+    with path.open("w" if new else "a", newline="") as file:
+        writer = csv.DictWriter(file, list(row))
+        if new:
+            writer.writeheader()
+        writer.writerow(row)

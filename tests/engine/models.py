@@ -2,8 +2,8 @@
 
     python -m tests.engine.models [NAME ...]
 
-A row per architecture in benchmarks/results/models.csv. What its newest revision has is skipped: a
-run that was ended goes on.
+A row per architecture in benchmarks/results/models.csv. What this revision has there is skipped: a
+run that was ended goes on. The page is written once it has all.
 """
 
 import sys
@@ -16,9 +16,8 @@ from typing import Any
 from benchmarks.harness.architectures import ARCHITECTURES
 from benchmarks.harness.environment import RESULTS, ROOT
 from benchmarks.harness.random_model import write_model
-from benchmarks.harness.result_csv import Row, read, revision, source
+from benchmarks.harness.result_csv import Row, read, revision, run_chunks, source
 from tests.engine.parity import Case, Found, check
-from tests.soak.__main__ import run_part
 
 CSV = RESULTS / "models.csv"
 PAGE = ROOT / "docs" / "models.md"
@@ -52,6 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     "falcon-h1": _SHORT_CHUNKS,
     "nemotron-h": _SHORT_CHUNKS,
     "deepseek-v2": {"relayed": False},
+    "paligemma": {"engine": {"language_model_only": True}},
 }
 
 
@@ -75,30 +75,17 @@ def check_model(name: str, folder: Path, planted: tuple[str, ...] = ()) -> Found
 
 def _row(names: list[str], index: int) -> Row:
     name = names[index]
-    row: dict[str, Any] = {"model": name, "class": type(ARCHITECTURES[name]()).__name__}
     with TemporaryDirectory() as folder:
-        try:
-            found = check_model(name, Path(folder))
-        except AssertionError as error:
-            wrong = str(error).strip().splitlines()
-            print(f"{name}: {error}", file=sys.stderr)
-            return (
-                row
-                | dict.fromkeys(("layers", "relayed", "left", "bf16", "fp32"), "")
-                | {
-                    "failures": 1,
-                    "why": wrong[-1] if wrong else "a bound",
-                }
-            )
+        found = check_model(name, Path(folder))
     left = Counter(f"{x['kind']}: {x['reason']}" for x in found.layers if x["reason"])
-    return row | {
+    return {
+        "model": name,
+        "class": type(ARCHITECTURES[name]()).__name__,
         "layers": len(found.layers),
         "relayed": sum(x["reason"] is None for x in found.layers),
         "left": "; ".join(f"{count} x {why}" for why, count in left.items()),
         "bf16": round(found.bf16, 2),
         "fp32": "" if found.fp32 is None else float(f"{found.fp32:.2g}"),
-        "failures": 0,
-        "why": "",
     }
 
 
@@ -123,19 +110,23 @@ def page(rows: list[Row]) -> str:
 
 
 def main() -> int:
-    names = list(ARCHITECTURES)
+    names, failed = list(ARCHITECTURES), []
     if unknown := [name for name in sys.argv[1:] if name not in names]:
         sys.exit(f"models: unknown {', '.join(unknown)}; known: {', '.join(names)}")
     columns = source() | {"revision": revision(*CODE)}
-    failures = 0
     for name in sys.argv[1:] or names:
         index = names.index(name)
-        rows = run_part(CSV, partial(_row, names), range(index, index + 1), columns)
-        failures += sum(row["failures"] for row in rows)
-    newest = [row for row in read(CSV) if row["revision"] == columns["revision"]]
-    if not sys.argv[1:]:
-        PAGE.write_text(page(sorted(newest, key=lambda row: row["chunk"])))
-    return int(failures > 0)
+        try:
+            run_chunks(CSV, partial(_row, names), range(index, index + 1), columns)
+        except AssertionError as error:
+            failed.append(name)
+            print(f"{name}: {error}", file=sys.stderr)
+    if failed:
+        sys.exit(f"models: {', '.join(failed)} failed")
+    rows = [row for row in read(CSV) if row["revision"] == columns["revision"]]
+    if len(rows) == len(names):
+        PAGE.write_text(page(sorted(rows, key=lambda row: row["chunk"])))
+    return 0
 
 
 if __name__ == "__main__":

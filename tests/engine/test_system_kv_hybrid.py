@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import transformers
 
-from benchmarks.harness.architectures import ARCHITECTURES, PEAKS, WINDOW
-from benchmarks.harness.random_model import PEAK, VOCABULARY, write_model
+from benchmarks.harness.architectures import ARCHITECTURES, WINDOW
+from benchmarks.harness.random_model import VOCABULARY, write_model
 from tests.engine.system_kv import run_program, run_relay
 from vllm_relay.system_kv.file import SystemKVFile
 
@@ -90,8 +90,8 @@ def _distance(answers: dict[str, Any], reference: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("hybrid", HYBRIDS, ids=lambda hybrid: hybrid.architecture)
 def test_requests_hit_and_answer_as_without_the_file(hybrid: Hybrid, tmp_path: Path) -> None:
-    name = hybrid.architecture
-    model = write_model(tmp_path / "model", ARCHITECTURES[name](), peak=PEAKS.get(name, PEAK))
+    architecture = ARCHITECTURES[hybrid.architecture]
+    model = write_model(tmp_path / "model", architecture(), peak=architecture.peak)
     files = [tmp_path / "acme.relay", tmp_path / "other.relay"]
     for file, tokens in zip(files, (TOKENS, OTHER), strict=True):
         file.with_suffix(".json").write_text(json.dumps(tokens))

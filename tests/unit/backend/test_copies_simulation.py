@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.result_csv import read
-from tests.soak.__main__ import run_part
+from benchmarks.harness.result_csv import read, run_chunks
 from tests.soak.copies import simulate
 from tests.soak.copies_faults import FAULTS, planted
 
@@ -38,11 +37,11 @@ def test_a_soak_that_was_ended_goes_on_where_it_was(tmp_path: Path) -> None:
         return {"failures": chunk}
 
     with pytest.raises(KeyboardInterrupt):
-        run_part(path, run_chunk, range(4), {"revision": "1e10"})
-    rows = run_part(path, run_chunk, range(4), {"revision": "1e10"})
+        run_chunks(path, run_chunk, range(4), {"revision": "1e10"})
+    rows = run_chunks(path, run_chunk, range(4), {"revision": "1e10"})
     assert ran == [0, 1, 2, 2, 3]
     assert [row["failures"] for row in rows] == [0, 1, 2, 3] and len(read(path)) == 4
-    run_part(path, run_chunk, range(1), {"revision": "another"})
-    run_part(path, run_chunk, range(1), {"revision": "another-dirty"})
-    run_part(path, run_chunk, range(1), {"revision": "another-dirty"})
+    run_chunks(path, run_chunk, range(1), {"revision": "another"})
+    run_chunks(path, run_chunk, range(1), {"revision": "another-dirty"})
+    run_chunks(path, run_chunk, range(1), {"revision": "another-dirty"})
     assert ran[5:] == [0, 0, 0]
