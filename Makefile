@@ -1,9 +1,5 @@
 PYTHON ?= python3
 VENV := .venv
-VENV_OLD := .venv-0.27.1
-# What must hold on every engine version; tests that start engines, each on a core of its own.
-ENGINE_TESTS := tests/unit/test_plugin.py tests/unit/backend tests/unit/calibration tests/engine/test_parity.py tests/engine/test_parity_layers.py tests/engine/test_system_kv.py
-SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
 # The model lies on the disk, and the engine has nobody to report to.
 export HF_HUB_OFFLINE ?= 1
@@ -12,7 +8,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env model sources demo test test-fast test-engines soak check bench bench-full clean
+.PHONY: help env model sources demo test test-fast test-models test-engines soak check bench bench-full clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -35,12 +31,11 @@ test: env model sources  ## all tests
 test-fast: env model  ## unit tests but those that run a compiler
 	$(VENV)/bin/python tools/run_tests.py fast
 
-test-engines: env model  ## parity with the oldest and the newest CPU engine, each in its own environment
-	@$(PYTHON) tools/setup_env.py --engine 0.27.1 --venv $(VENV_OLD)
-	for venv in $(VENV_OLD) $(VENV); do \
-		$$venv/bin/python -m pytest $(SIDE_BY_SIDE) $(ENGINE_TESTS) || exit 1; \
-		$$venv/bin/python -m pytest tests/triton/cuda || exit 1; \
-	done
+test-models: env  ## parity of a small model of every architecture, and docs/models.md
+	$(VENV)/bin/python -m tests.engine.models
+
+test-engines: env model sources  ## what must hold on every engine release, one after another (ENGINE=0.29.0: on this one)
+	$(VENV)/bin/python tools/test_engines.py $(ENGINE)
 
 soak: env  ## long tests by parts; a run that was ended goes on (PART=copies, CHUNKS=0:50)
 	$(VENV)/bin/python -m tests.soak $(if $(PART),--part $(PART)) $(if $(CHUNKS),--chunks $(CHUNKS))

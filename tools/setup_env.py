@@ -1,6 +1,6 @@
 """Create a virtual environment with a pinned CPU engine and this checkout, installed editable.
 
-    python3 tools/setup_env.py [--engine 0.32.0|0.27.1] [--venv DIR]
+    python3 tools/setup_env.py [--engine VERSION] [--venv DIR]
 
 Needs nothing but Python >= 3.11 and pip's usual configuration. A finished environment is recognised
 by a stamp and left alone; an interrupted or outdated one is brought up to date by another run.
