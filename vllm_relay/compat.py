@@ -3,6 +3,10 @@
 No other module assigns to a vLLM class or module. Each patch says why it exists, what upstream has
 about it ("none" is as of vLLM 0.33), and when to remove it. A target that has moved raises
 `TargetMoved` with its name. "From 0.32 on" means: when `SUPPORTED` starts at 0.32.
+
+vllm-project/vllm#55847 brings runner V2 to CPUs, where it wants a Triton for CPUs. Its tables and
+lengths are tensors in the engine's memory as V1's are, so the builder needs no branch. It has no
+list of block ids per request: `backend/continuity.py` then needs another source.
 """
 
 import copy
@@ -82,12 +86,7 @@ def honour_backend_on_cpu() -> None:
 
     @wrap(target("vllm.platforms.cpu:CpuPlatform"), "get_attn_backend_cls")
     def choose(
-        stock: Any,
-        cls: Any,
-        selected_backend: Any,
-        attn_selector_config: Any,
-        *args: Any,
-        **kw: Any,
+        stock: Any, cls: Any, selected_backend: Any, attn_selector_config: Any, *a: Any, **kw: Any
     ) -> str:
         config = attn_selector_config
         if getattr(selected_backend, "name", None) == BACKEND_NAME:
@@ -97,7 +96,7 @@ def honour_backend_on_cpu() -> None:
             reason = f"{kind} attention has no relay path"
             metrics.say_once(f"not used: {reason}; vLLM's own backend serves this model")
             selected_backend = None
-        return str(stock(cls, selected_backend, config, *args, **kw))
+        return str(stock(cls, selected_backend, config, *a, **kw))
 
 
 def fall_back_on_cuda() -> None:
