@@ -21,7 +21,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
         ("granite-4", ()),
         ("gemma-3n", ()),
         ("llama-4", ()),
-        ("deepseek-v2", ()),
         ("mixtral", ()),
         ("cohere-2", ()),
     ],
