@@ -32,7 +32,9 @@ class Continuity:
         held = {request: self._runner.requests[request].block_ids for request in ids}
         new = np.ones(count, bool)
         new[: len(ids)] = [self._held.get(name) is not blocks for name, blocks in held.items()]
-        self._held = held
+        # Those that a step leaves out hold their blocks, too: a pipeline's batches take turns.
+        running = self._runner.requests
+        self._held = {name: self._held[name] for name in self._held if name in running} | held
         return new
 
 

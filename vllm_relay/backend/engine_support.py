@@ -8,11 +8,15 @@ from typing import Any
 
 from vllm import envs
 
+from vllm_relay.config import CAPTURE_CONNECTOR
+
 
 def engine_refusal(vllm_config: Any, kv_cache_spec: Any) -> str | None:
     """Why no step of the layers of a KV cache group is relayed, or None."""
     parallel = vllm_config.parallel_config
+    connector = getattr(vllm_config.kv_transfer_config, "kv_connector", None)
     checks = (
+        (connector == CAPTURE_CONNECTOR, "vLLM's own attention computes system KVs"),
         (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
         (parallel.use_ubatching, "two batches in flight (dual-batch overlap)"),
         # It gives layers metadata of its own, with one query per request.

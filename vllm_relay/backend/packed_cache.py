@@ -16,8 +16,8 @@ longest beginning
 Between passes the engine zeroes newly allocated blocks and may copy a partly filled block for a
 request that goes on in it: both belong to one request, which writes them in the step that follows.
 KV connectors load KV between passes, into blocks that a request was given since the last step. With
-one configured, all computed blocks of such a request count as written (`continuity.py`). Ours is
-the exception: it writes the blocks of system KVs before the first pass and, after a reset of the
+one configured, the computed blocks that such requests alone hold count as written. Ours is the
+exception: it writes the blocks of system KVs before the first pass and, after a reset of the
 prefix cache, the same contents again. Their pin vouches for them while no request holds them.
 """
 
@@ -115,6 +115,19 @@ class PackedCache:
             rewritten = np.isin(ids[:held], written)
             segment.block_ids = ids[: rewritten.argmax() if rewritten.any() else held]
         self._segments = [segment for segment in self._segments if len(segment.block_ids)]
+
+    def loaded(
+        self, block_table: Int32Array, computed_blocks: Int32Array, new: NDArray[np.bool_]
+    ) -> NDArray[np.int64]:
+        """Blocks that a KV connector may have loaded since the last step.
+
+        Args:
+            block_table, computed_blocks: as `begin_step`. new: ``[R]``, see `Continuity.new_rows`.
+        """
+        computed = np.arange(block_table.shape[1]) < computed_blocks[:, None]
+        held = block_table[computed & ~new[:, None]]
+        held = np.append(held, np.array(list(self._pinned), held.dtype))
+        return np.setdiff1d(block_table[computed & new[:, None]], held).astype(np.int64)
 
     def pin(self, block_ids: Int32Array) -> Segment | None:
         """The segment of a system KV's blocks, from column 0 on; None where there is no room."""

@@ -63,14 +63,13 @@ class StepPlanner:
         table = common.block_table_tensor[: common.num_reqs].numpy()
         lens = common.seq_lens[: common.num_reqs].numpy()
         starts = common.query_start_loc[: common.num_reqs + 1].numpy()
-        new = self._continuity and self._continuity.new_rows(common.num_reqs)
+        new = self._continuity.new_rows(common.num_reqs) if self._continuity else None
         if self.packed:
             # All of it: whatever else is cut off a step, the engine writes these.
             written = written_blocks(common.slot_mapping.numpy(), self._block_size)
             computed = (lens - np.diff(starts)) // self._block_size
-            if new is not None:
-                loaded = np.arange(table.shape[1]) < (computed * new)[:, None]
-                written = np.union1d(written, table[loaded])
+            if new is not None and new.any():
+                written = np.union1d(written, self.packed.loaded(table, computed, new))
             self.packed.begin_step(table, computed, written)
         if common.causal is not True:
             return {}

@@ -3,11 +3,13 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.unit.backend.cpu_bench import Bench, make_bench, make_step, outputs, write
 from vllm_relay.backend.continuity import Continuity, continuity
+from vllm_relay.backend.packed_cache import PackedCache
 
 DTYPE = torch.float32
 QUERY = torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(1))
@@ -43,8 +45,13 @@ def test_new_and_resumed_requests_are_new_and_those_that_go_on_are_not() -> None
         [False, False, True],
         [False, True, False],
     ]
-    # Rows of no request, and a request that was in no step for a while.
+    # Rows of no request; a request that was in no step for a while; one that had ended.
     assert follow.new_rows(4).tolist() == [False, False, False, True]
+    runner.step("b")
+    assert follow.new_rows(1).tolist() == [False]
+    runner.step("a", "b")
+    assert follow.new_rows(2).tolist() == [False, False]
+    del runner.requests["a"]
     runner.step("b")
     assert follow.new_rows(1).tolist() == [False]
     runner.step("a", "b")
@@ -55,6 +62,14 @@ def test_a_runner_that_keeps_its_requests_otherwise_is_not_followed() -> None:
     assert continuity(SimpleNamespace(input_batch=None)) is None
     assert continuity(SimpleNamespace(requests={})) is None
     assert continuity(Runner()) is not None
+
+
+def test_blocks_that_others_or_system_kvs_hold_are_not_loaded() -> None:
+    packed = PackedCache(1, 100)
+    packed.pin(np.array([1], np.int32))
+    table = np.array([[11, 2, 3, 4], [1, 2, 5, 6], [1, 9, 8, 7]], np.int32)
+    new = np.array([False, True, True])
+    assert packed.loaded(table, np.array([3, 4, 3]), new).tolist() == [5, 6, 8, 9]
 
 
 def _load_other_kv(bench: Bench) -> None:
@@ -76,10 +91,11 @@ def test_kv_loaded_into_blocks_of_a_packed_segment_is_seen(followed: bool) -> No
         assert _error(bench) < 1e-4
     assert len(packed) == 1
     segment = next(iter(packed))
-    runner.step("a", "b", "c")
-    assert _error(bench) < 1e-4
-    assert next(iter(packed)) is segment  # of requests that go on: kept
+    for names in ("abc", "abd"):  # also beside a new one, which found them computed
+        runner.step(*names)
+        assert _error(bench) < 1e-4
+        assert next(iter(packed)) is segment
     # They end. Others are given the same blocks at the same places, and KV is loaded.
     _load_other_kv(bench)
-    runner.step("d", "e", "f")
+    runner.step("e", "f", "g")
     assert (_error(bench) < 1e-4) is followed
