@@ -18,9 +18,7 @@ from vllm_relay.validation import Count, checked, parse_json
 if TYPE_CHECKING:
     from vllm_relay.system_kv.file import SystemKVFile
 
-ChatTemplate = Annotated[
-    str | None, typer.Option(help="As for vllm serve; default: the model's own.")
-]
+ChatTemplate = Annotated[str | None, typer.Option(help="As for vllm serve; else the model's own.")]
 # Largest difference that `verify --recompute` accepts, see `largest_difference`. Rounding in other
 # chunks makes up to 0.1 in bf16; values of other tokens or weights make more than 1.
 TOLERANCE = 0.25

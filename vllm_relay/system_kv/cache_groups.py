@@ -18,7 +18,8 @@ from vllm_relay.system_kv.file import SystemKVError
 from vllm_relay.system_kv.placement import CacheGroup
 
 STATE = (
-    "vLLM has no call that writes the state of Mamba or gated-delta layers into a KV block; "
+    "vLLM has no call that writes the state of Mamba, gated-delta or convolution layers into a KV "
+    "block; "
     "do_kv_cache_update takes keys and values"
 )
 _WHOLE = (
