@@ -27,7 +27,7 @@ CPU_TESTS = (
     *("tests/engine/test_parity.py", "tests/engine/test_models.py"),
     *("tests/engine/test_system_kv.py", "tests/engine/test_system_kv_hybrid.py"),
 )
-CODE = ("vllm_relay", "tests", "requirements", "tools/test_engines.py")
+CODE = ("vllm_relay", "tests", "requirements", "tools")
 WORDS = ("passed", "failed", "skipped", "errors")
 
 

@@ -280,13 +280,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         config="BloomConfig",
         layers="ALiBi",
         given={"n_layer": 4, "n_head": 4},
-        drop=(
-            "head_dim",
-            "num_key_value_heads",
-            "num_attention_heads",
-            "num_hidden_layers",
-            "intermediate_size",
-        ),
+        drop=("head_dim", *GQA, "num_hidden_layers", "intermediate_size"),
     ),
     "falcon": Architecture(
         config="FalconConfig",

@@ -21,23 +21,23 @@ from tests.engine.parity import Case, Found, check
 
 CSV = RESULTS / "models.csv"
 PAGE = ROOT / "docs" / "models.md"
-CODE = ("vllm_relay", "tests/engine", "benchmarks/harness/architectures.py")
+CODE = ("vllm_relay", "tests/engine", "benchmarks/harness")
 HEAD = """# Models
 
 Small models of each architecture, random weights, on the real CPU engine. Requests of three shared
-prefixes and ungrouped ones produce the same tokens in runs by vLLM and by relay; log-probabilities
-are compared with an fp32 run. **Distance** is that of relay's bf16 run over that of vLLM's own bf16
-run, the larger one of root mean square and 99.9th percentile: about 1 is as exact as vLLM, 2 is the
-bound of the tests. **fp32** is the distance of relay's own fp32 run on the same scale, its bound
-0.02. A layer is listed if it keeps KV or a state.
+prefixes and ungrouped ones are given the same tokens in runs by vLLM and by relay, those of an fp32
+run, with which log-probabilities are compared. **Distance** is that of relay's bf16 run over that
+of vLLM's own bf16 run, the larger one of root mean square and 99.9th percentile: about 1 is as
+exact as vLLM, 2 is the bound of the tests. **fp32** is the distance of relay's own fp32 run on the
+same scale, its bound 0.02. A layer is listed if it keeps KV or a state.
 
 `vllm-relay doctor MODEL` says the same of your model, with your options.
 """
 NOTES = """
-Engine limits: Qwen3-Next runs in bf16 only, so transformers computes its fp32 run. Mamba-2 layers
-(Granite 4, Falcon-H1, Nemotron-H) fail with prefix caching, by vLLM and relay, if a prompt's chunk
-goes past the last state that vLLM keeps; here prefixes are multiples of that distance and
-`--max-num-batched-tokens` is 128.
+Engine limits: Qwen3-Next runs in bf16 only, so transformers computes its fp32 run, of the tokens
+that vLLM's own run chose. Mamba-2 layers (Granite 4, Falcon-H1, Nemotron-H) fail with prefix
+caching, by vLLM and relay, if a prompt's chunk goes past the last state that vLLM keeps; here
+prefixes are multiples of that distance and `--max-num-batched-tokens` is 128.
 """
 # Mamba-2's scan on CPUs has no states but a chunk's last (vLLM 0.32).
 _SHORT_CHUNKS: dict[str, Any] = {

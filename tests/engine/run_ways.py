@@ -155,7 +155,7 @@ class Ways:
         return {"answers": self._generate(self.prompts, of)}
 
     def woken(self) -> dict[str, Any]:
-        """`greedy` after sleep and wake."""
+        """`greedy` after sleep and wake, which on CPUs pause the scheduler and nothing else."""
         self.llm.sleep(level=1)
         self.llm.wake_up()
         return self.greedy()

@@ -63,21 +63,23 @@ class Served:
         return [json.loads(file.read_text())["steps_relayed"] for file in folder.iterdir()]
 
     @contextmanager
-    def under_load(self) -> Iterator[None]:
-        """Requests of which some are being answered in the body."""
-        running = threading.Event()
+    def under_load(self, streams: int = 2) -> Iterator[list[int]]:
+        """Requests of which some are being answered in the body; yields those done, at its end."""
+        running, done = threading.Event(), []
 
         def load() -> None:
             try:
-                for _ in self.ask(300, stream=True):
+                for event in self.ask(300, stream=True):
                     running.set()
+                    done.extend(c.index for c in event.choices if c.finish_reason == "length")
             except (APIError, httpx.HTTPError):
                 pass  # the server has gone
 
-        threads = [threading.Thread(target=load) for _ in range(2)]
+        threads = [threading.Thread(target=load, daemon=True) for _ in range(streams)]
         for thread in threads:
             thread.start()
         assert running.wait(120)
-        yield
+        yield done
         for thread in threads:
-            thread.join()
+            thread.join(120)
+        assert not any(thread.is_alive() for thread in threads)
