@@ -9,6 +9,7 @@ from vllm.v1.attention.backends.utils import make_kv_sharing_fast_prefill_common
 
 from tests.unit.backend.cpu_bench import make_bench, make_step, outputs
 from vllm_relay.backend import engine_support
+from vllm_relay.config import CAPTURE_CONNECTOR
 
 
 def config(**changes: Any) -> Any:
@@ -17,10 +18,12 @@ def config(**changes: Any) -> Any:
         "use_ubatching": False,
         "kv_sharing_fast_prefill": False,
         "is_mm_prefix_lm": False,
+        "kv_connector": "OffloadingConnector",
         **changes,
     }
     part = SimpleNamespace(**values)
-    return SimpleNamespace(parallel_config=part, cache_config=part, model_config=part)
+    parts = ("parallel_config", "cache_config", "model_config", "kv_transfer_config")
+    return SimpleNamespace(**dict.fromkeys(parts, part))
 
 
 @pytest.mark.parametrize(
@@ -31,6 +34,7 @@ def config(**changes: Any) -> Any:
         ({"use_ubatching": True}, "two batches in flight (dual-batch overlap)"),
         ({"kv_sharing_fast_prefill": True}, "fast prefill of shared KV layers"),
         ({"is_mm_prefix_lm": True}, "attention both ways over images"),
+        ({"kv_connector": CAPTURE_CONNECTOR}, "vLLM's own attention computes system KVs"),
     ],
 )
 def test_engines_are_refused_with_the_reason(change: dict[str, Any], reason: str | None) -> None:
