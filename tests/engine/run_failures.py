@@ -23,6 +23,7 @@ from tests.soak.seams import Failure, planted
 from vllm_relay import metrics
 from vllm_relay.backend.cpu_impl import RelayMetadata
 from vllm_relay.backend.fallback import Fallback
+from vllm_relay.system_kv.placement import pinned_ids
 
 # Largest difference in log-probability from stock's, in fp32. Rounding makes 1.2e-5.
 LIMIT = 1e-4
@@ -78,7 +79,7 @@ class Engine:
         pool = pins._pool
         assert self.llm.reset_prefix_cache()
         free = pool.get_new_blocks(pool.get_num_free_blocks())
-        wanted = {id for placement in pins._placements for id in placement.block_ids}
+        wanted = pinned_ids(pins._placements)
         pins._blocks = sorted(
             (block for block in free if block.block_id in wanted), key=lambda x: x.block_id
         )

@@ -49,7 +49,7 @@ def _places() -> dict[str, list[tuple[Any, str]]]:
             *_named(NativeStep, "__init__"),
         ],
         "system KV": [
-            *_named(writer.Writer, "write _write_file"),
+            *_named(writer.Writer, "write _write_group"),
             *_named(writer, "_slots _fingerprint _first_head _check_shape"),
             *_named(SystemKVFile, "tensors"),
             *_named(cpu_impl.RelayImpl, "do_kv_cache_update keep forget pack"),
