@@ -99,7 +99,7 @@ class Case:
         blocks: of the KV cache. Pages of memory that no request needs take seconds, too.
         engine: further arguments of `vllm.LLM`. float32: False if the engine has the model in bf16
             only; transformers computes the fp32 run then, of the tokens that vLLM's own run chose.
-        relayed: False if no layer of the model is relayed.
+        relayed: layers that relay serves; None: all.
         bf16, fp32: planted in the runs of this dtype.
     """
 
@@ -112,7 +112,7 @@ class Case:
     blocks: int = 320
     engine: Mapping[str, Any] = field(default_factory=dict)
     float32: bool = True
-    relayed: bool = True
+    relayed: int | None = None
     bf16: Sequence[str] = ("block", "layout")
     fp32: Sequence[str] = ("lse", "context-lse")
 
@@ -179,8 +179,12 @@ def check(case: Case, tmp_path: Path) -> Found:
     for dtype, plants, share in runs[: 1 + case.float32]:
         result = run(dtype, plants, **RELAY)
         assert result["counters"]["fallbacks"] == 0
+        layers = result["layers"]
+        served = sum(layer["reason"] is None for layer in layers)
+        assert served == (len(layers) if case.relayed is None else case.relayed)
+        assert case.relayed is not None or "stay on vLLM's own" not in result["log"]
         steps = case.steps - 8 + len(plants) * (STEPS_PLANTED - 8)
-        if case.relayed:
+        if served:
             assert result["counters"]["steps_relayed"] >= steps
             assert result["counters"]["groups"] >= groups * steps
             assert result["levels"].get(str(levels), 0) >= steps
@@ -192,4 +196,4 @@ def check(case: Case, tmp_path: Path) -> Found:
         for plant, wrong in zip(plants, planted, strict=True):
             assert (wrong > 2 * share).any(), f"the comparison does not see the error {plant!r}"
         found[dtype] = float(good.max())
-    return Found(bf16=found["bfloat16"], fp32=found.get("float32"), layers=result["layers"])
+    return Found(bf16=found["bfloat16"], fp32=found.get("float32"), layers=layers)

@@ -1,4 +1,4 @@
-"""What a KV connector loads between steps is read, not a copy of what was there before."""
+"""KV that a connector loads between steps: read itself, not a copy of what was there before."""
 
 from types import SimpleNamespace
 from typing import Any
