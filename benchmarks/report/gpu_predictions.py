@@ -1,9 +1,9 @@
-"""The tables of predictions in docs/cuda.md, from the cost model of GPUs (`sharing.gpu`).
+"""The tables of docs/cuda.md: what `gpu_check.py` measured, what the cost model of GPUs predicts.
 
     python benchmarks/report/gpu_predictions.py          # writes them between their marks
 
-Nothing is measured here. Measurements that others published of the same shapes stand beside the
-model's predictions of them.
+Beside the predictions (`sharing.gpu`) stand our measurements of the same steps, and those that
+others published.
 """
 
 import sys
@@ -16,15 +16,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
-from benchmarks.harness.environment import ROOT
-from benchmarks.harness.result_csv import read
+from benchmarks.harness.environment import RESULTS, ROOT
+from benchmarks.harness.result_csv import Row, read
 from benchmarks.report.markdown import table
 from benchmarks.report.published import PUBLISHED
 from vllm_relay.sharing import Costs, Planner
-from vllm_relay.sharing.gpu import GPUS, Gpu, gpu_costs
+from vllm_relay.sharing.gpu import GPUS, Gpu, find_gpu, gpu_costs
 
 PAGE = ROOT / "docs" / "cuda.md"
-BEGIN, END = "<!-- predictions: begin -->\n", "<!-- predictions: end -->\n"
+MARKS = "<!-- {}: begin -->\n", "<!-- {}: end -->\n"
 BLOCK_SIZE = 16
 # Tokens that each request has of its own.
 OWN = 512
@@ -126,7 +126,7 @@ def predictions() -> Iterator[list[str]]:
 def of_vllm_02(gpu: Gpu, *shape: int) -> Costs:
     """Costs of vLLM 0.2.6, whose paged kernel reads from memory what is shared, too."""
     rate = PAGED_SHARE * gpu.memory
-    paged = gpu_costs(replace(gpu, memory=rate, l2_rate=rate), *shape).stock
+    paged = gpu_costs(replace(gpu, memory=rate, l2_rate=rate, in_step=rate), *shape).stock
     return replace(gpu_costs(gpu, *shape), stock=paged, context=paged)
 
 
@@ -165,8 +165,65 @@ def published() -> Iterator[list[str]]:
                f"{theirs:.1f}", f"{stock / ours:.1f}", f"{off:.2f}"]  # fmt: skip
 
 
-def text() -> str:
-    """Everything between the marks."""
+def passed(part: str) -> list[Row]:
+    """Rows that passed in all CSVs of a part, the oldest first."""
+    files = sorted(RESULTS.glob(f"gpu-{part}-*.csv"))
+    return [row for file in files for row in read(file) if row["status"] == "pass"]
+
+
+def layers() -> Iterator[list[str]]:
+    """One layer's attention in steps that share, as measured and as predicted."""
+    found: dict[tuple[int, ...], dict[str, Row]] = {}
+    for row in passed("op"):
+        shape = tuple(row[k] for k in ("query_heads", "kv_heads", "batch", "shared", "own"))
+        if row["shared"]:
+            found.setdefault(shape, {})[row["system"]] = row
+    for (heads, kv_heads, rows, shared, own), systems in found.items():
+        us = {name: row["us"] for name, row in systems.items()}
+        stock, relay = min(us["stock"], us["stock-graphs"]), us["relay-layer"]
+        times = "-"
+        if systems["relay-layer"]["groups"]:
+            _, gpu = find_gpu(systems["stock"]["device"]) or ("", GPUS["H100"])
+            costs = gpu_costs(gpu, heads, kv_heads, systems["stock"]["head_size"])
+            alone, chosen = attention(costs, rows, shared, own)
+            times = f"{alone / chosen:.2f}"
+        yield [f"{heads}/{kv_heads}", str(rows), f"{shared:,}", str(own), f"{stock:.0f}",
+               f"{relay:.0f}", f"{us['relay'] - relay:.0f}", f"{stock / relay:.2f}",
+               times]  # fmt: skip
+
+
+def engines() -> Iterator[list[str]]:
+    """Decode of whole engines."""
+    for row in passed("engine-8b"):
+        yield [row["date"][11:16], row["system"], str(row["batch"]), f"{row['shared']:,}",
+               str(row["own"]), f"{row['ms_per_step']:.2f}", f"{row['tok_s']:,.0f}",
+               f"{row['tok_s_min']:,.0f} to {row['tok_s_max']:,.0f}",
+               f"{row['times_stock'] or 1.0:.2f}"]  # fmt: skip
+
+
+def measured() -> str:
+    """Everything between the marks "measured"."""
+    op, engine = passed("op")[-1], passed("engine-8b")[-1]
+    shape = ["requests", "shared tokens", "own tokens"]
+    columns = ["vLLM, \u00b5s", "relay, \u00b5s", "plan, \u00b5s", "speed-up", "predicted"]
+    systems = ["ms per step", "tokens/s", "of windows", "times vLLM"]
+    return (
+        f"On an {op['device']} (driver {op['driver']}, torch {op['torch']}, vLLM {op['vllm']}, "
+        f"Triton {op['triton']}): attention of one layer, bf16, heads of {op['head_size']}, in "
+        "CUDA graphs, L2 flushed before each run. vLLM is FlashAttention 3 as vLLM calls it. The "
+        "plan is made once per step, for all layers. Without a prediction: too little would be "
+        "saved, and the step runs as vLLM's own; what is shown is what relay's kernels cost when "
+        "they find nothing to do. The constants of this GPU in `sharing/gpu.py` are fitted to this "
+        f"table.\n\n{table(['heads', *shape, *columns], layers())}\n"
+        f"Whole engines with the shape of Llama-3-8B and dummy weights, medians of "
+        f"{engine['windows']} windows of {engine['steps']} steps, runs after one another; cascade "
+        "is vLLM's own, on runner V1.\n\n"
+        f"{table(['run', 'system', *shape, *systems], engines())}"
+    )
+
+
+def predicted() -> str:
+    """Everything between the marks "predictions"."""
     steps = [f"{shared // 1024}K \u00d7 {rows}" for shared, rows in STEPS]
     headings = ["model", "GPU", *steps, "requests for a gain, 8K"]
     made = table(headings, predictions())
@@ -186,15 +243,23 @@ def text() -> str:
         "delivers and found nothing in L2: that number is from the A40's last row, and holds for "
         "an A100. FlashInfer's are of its own kernels, with cascade and without. On an H100 its "
         f"cascade of early 2024 took {ON_HOPPER} times as long as the model gives it, a number "
-        "from one row; what FlashAttention 3 reaches there as relay calls it is not measured. PAT, "
-        "FastTree and Forest Cascade Attention publish no numbers of single steps.\n\n"
+        "from one row. PAT, FastTree and Forest Cascade Attention publish no numbers of single "
+        "steps.\n\n"
         f"{beside}"
     )
 
 
+def page(before: str) -> str:
+    """The page with its tables made anew."""
+    for name, made in (("measured", measured()), ("predictions", predicted())):
+        begin, end = (mark.format(name) for mark in MARKS)
+        head, rest = before.split(begin)
+        before = head + begin + made + end + rest.split(end)[1]
+    return before
+
+
 def main() -> None:
-    before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(before + BEGIN + text() + END + rest.split(END)[1])
+    PAGE.write_text(page(PAGE.read_text()))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""The predictions in docs/cuda.md are those of the cost model as it is."""
+"""The tables in docs/cuda.md are those of the newest CSVs and of the cost model as it is."""
 
 from benchmarks.report import gpu_predictions as predicted
 from vllm_relay.sharing.gpu import GPUS
 
 
-def test_the_page_has_what_the_model_predicts() -> None:
-    made = predicted.BEGIN + predicted.text() + predicted.END
-    assert made in predicted.PAGE.read_text(), "run benchmarks/report/gpu_predictions.py"
+def test_the_page_has_what_was_measured_and_what_the_model_predicts() -> None:
+    text = predicted.PAGE.read_text()
+    assert predicted.page(text) == text, "run benchmarks/report/gpu_predictions.py"
 
 
 def test_gains_grow_with_the_prefix_and_the_requests() -> None:

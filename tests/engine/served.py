@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,23 +63,22 @@ class Served:
         return [json.loads(file.read_text())["steps_relayed"] for file in folder.iterdir()]
 
     @contextmanager
-    def under_load(self, streams: int = 2) -> Iterator[list[int]]:
-        """Requests of which some are being answered in the body; yields those done, at its end."""
-        running, done = threading.Event(), []
+    def under_load(self, streams: int = 2) -> Iterator[None]:
+        """Requests one after another, of which some are being answered in the body; the body has to
+        end the server, and they have ended with it."""
+        running = threading.Event()
 
         def load() -> None:
-            try:
-                for event in self.ask(300, stream=True):
-                    running.set()
-                    done.extend(c.index for c in event.choices if c.finish_reason == "length")
-            except (APIError, httpx.HTTPError):
-                pass  # the server has gone
+            with suppress(APIError, httpx.HTTPError):  # the server has gone
+                while True:
+                    for _ in self.ask(300, stream=True):
+                        running.set()
 
         threads = [threading.Thread(target=load, daemon=True) for _ in range(streams)]
         for thread in threads:
             thread.start()
         assert running.wait(120)
-        yield done
+        yield
         for thread in threads:
             thread.join(120)
         assert not any(thread.is_alive() for thread in threads)

@@ -238,9 +238,8 @@ def test_data_parallel_engines_behind_two_api_servers_restarted_under_load(
         served = check(server, tmp_path / "first", 2)
         served.rpc("plant", "lse")
         assert differences([served.answers()], [stock["greedy"]["answers"]])[0]
-        with served.under_load() as done:
+        with served.under_load():
             server._child.terminate()
-        assert len(done) < 2 * len(served.prompts)  # it was ended while it answered
         server._child.wait(60)
     # On one engine, which starts faster than two.
     with processes.serving(model, flags, tmp_path / "second.log", env=env) as server:

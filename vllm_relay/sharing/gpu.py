@@ -3,7 +3,8 @@
 Decode attention is bound by reading KV. What several requests share is read from memory once and
 from the L2 cache by all others: vLLM's own attention pays for it at the rate of L2, and sharing
 saves less than the bytes suggest. Requests that read one prefix side by side stay in step, so that
-a large L2 serves prefixes beyond its size, too; with a small one they push one another's KV out.
+a large L2 serves prefixes beyond its size, too, if more slowly; with a small one they push one
+another's KV out.
 """
 
 import re
@@ -11,14 +12,11 @@ from dataclasses import dataclass
 
 from vllm_relay.sharing.cost import Costs, KernelCosts
 
-# Per layer and group: calls of FlashAttention and fusion, in a CUDA graph. Outside of one the host
-# launches them, in Python.
-GRAPH_CALL, HOST_CALL = 20e-6, 95e-6
-# From so many bytes of L2 on, requests in step find a prefix of any length in it: others measured
-# that on an A100 (40 MB), and not on an A40 (6 MB); see the predictions in docs/cuda.md.
-IN_STEP = 32 << 20
-# Share of a smaller L2 that one layer's keys and values fill before they push one another out;
-# share of the rate of products that attention reaches.
+# Per layer and group: calls of FlashAttention and fusion, in a CUDA graph, as measured on an H100
+# (docs/cuda.md). Outside of one the host launches them, in Python: an estimate.
+GRAPH_CALL, HOST_CALL = 35e-6, 95e-6
+# Share of L2 that one layer's keys and values fill before they push one another out; share of the
+# rate of products that attention reaches.
 L2_SHARE, PRODUCT_SHARE = 0.8, 0.6
 
 
@@ -28,25 +26,28 @@ class Gpu:
 
     Attributes:
         memory: bytes per second. l2: bytes of L2 cache. l2_rate: bytes per second from it.
+        in_step: bytes per second of a prefix that L2 does not hold, by requests side by side.
         products: dense floating point operations per second in bf16.
     """
 
     memory: float
     l2: int
     l2_rate: float
+    in_step: float
     products: float
 
 
 _MIB = 1 << 20
-# Data sheets of NVIDIA (SXM where there are several); rates of L2, which they lack, are an estimate
-# from what others measured.
+# Data sheets of NVIDIA (SXM where there are several). Rates of L2, which they lack: of H100 as
+# measured (docs/cuda.md), of H200, which has its chip, the same; the others are estimates from what
+# was published of A40 and A100.
 GPUS = {
-    "A40": Gpu(memory=0.696e12, l2=6 * _MIB, l2_rate=2.5e12, products=150e12),
-    "A100": Gpu(memory=2.04e12, l2=40 * _MIB, l2_rate=4.5e12, products=312e12),
-    "L40S": Gpu(memory=0.864e12, l2=96 * _MIB, l2_rate=4.5e12, products=362e12),
-    "H100": Gpu(memory=3.35e12, l2=50 * _MIB, l2_rate=5.5e12, products=989e12),
-    "H200": Gpu(memory=4.8e12, l2=50 * _MIB, l2_rate=6.0e12, products=989e12),
-    "B200": Gpu(memory=8.0e12, l2=126 * _MIB, l2_rate=12e12, products=2250e12),
+    "A40": Gpu(memory=0.696e12, l2=6 * _MIB, l2_rate=2.5e12, in_step=0.696e12, products=150e12),
+    "A100": Gpu(memory=2.04e12, l2=40 * _MIB, l2_rate=4.5e12, in_step=4.5e12, products=312e12),
+    "L40S": Gpu(memory=0.864e12, l2=96 * _MIB, l2_rate=4.5e12, in_step=4.5e12, products=362e12),
+    "H100": Gpu(memory=3.35e12, l2=50 * _MIB, l2_rate=7.0e12, in_step=5.2e12, products=989e12),
+    "H200": Gpu(memory=4.8e12, l2=50 * _MIB, l2_rate=7.0e12, in_step=5.2e12, products=989e12),
+    "B200": Gpu(memory=8.0e12, l2=126 * _MIB, l2_rate=12e12, in_step=12e12, products=2250e12),
 }
 
 
@@ -69,7 +70,7 @@ def gpu_costs(gpu: Gpu, heads: int, kv_heads: int, head_size: int, item: int = 2
     """
     kv = 2 * kv_heads * head_size * item
     beyond = kv * max(0.0, 1 / gpu.memory - 1 / gpu.l2_rate)
-    far = beyond if gpu.l2 < IN_STEP else 0.0
+    far = kv * max(0.0, 1 / gpu.in_step - 1 / gpu.l2_rate)
     read = KernelCosts(first=beyond, read=kv / gpu.l2_rate, far=far)
     # One read from memory for all queries, and products of all of them.
     system = KernelCosts(
