@@ -58,7 +58,7 @@ def test_all_parts_run_for_nine_minutes_by_default(monkeypatch: pytest.MonkeyPat
 
 def test_a_quick_run_alone_is_two_parts_of_two_minutes() -> None:
     args = gpu_check.parse(["--quick"])
-    assert (args.parts, args.minutes) == (["kernels", "parity"], 2.0)
+    assert (args.parts, args.minutes) == (["kernels", "parity"], 3.5)
     args = gpu_check.parse(["--quick", "op"])
     assert (args.parts, args.minutes) == (["op"], 9.0)
 
