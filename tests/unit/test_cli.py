@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -393,6 +394,22 @@ assert not {"vllm", "transformers"} & sys.modules.keys()
     done = process(script, cwd=kv)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("good acme.relay: ")
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert process("vllm-relay", "--version").stdout == f"vllm-relay {version('vllm-relay')}\n"
+
+
+def test_a_shell_completes_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"COMP_WORDS": "vllm-relay cal", "COMP_CWORD": "1"}
+    for name, value in {**asked, "_VLLM_RELAY_COMPLETE": "complete_bash"}.items():
+        monkeypatch.setenv(name, value)
+    assert process("vllm-relay").stdout.split() == ["calibrate"]
+
+
+def test_vllm_says_nothing_before_a_command() -> None:
+    done = process("vllm-relay", "doctor")
+    assert done.stdout.startswith("vllm-relay ") and done.stderr == ""
 
 
 def test_a_reader_that_went_away_is_no_error_to_be_shown(kv: Path) -> None:

@@ -3,8 +3,11 @@
 Importing this loads neither torch nor vLLM; commands import them where they need them.
 """
 
+import logging
 import re
 import sys
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 
@@ -17,11 +20,28 @@ from vllm_relay.cli.engine import ENGINE_OPTIONS, ESCAPE
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="KV that many requests share, for vLLM: compute a prompt's KV once and serve with it from "
     "the start; see what requests share and what that is worth.",
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"vllm-relay {version('vllm-relay')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Options of no command."""
+
+
 app.command(context_settings=ENGINE_OPTIONS)(system_kv.build)
 app.command()(system_kv.inspect)
 app.command(context_settings=ENGINE_OPTIONS)(system_kv.verify)
@@ -32,7 +52,9 @@ app.command(context_settings=ENGINE_OPTIONS)(bench)
 
 
 def main() -> None:
-    """Entry point ``vllm-relay``."""
+    """Entry point ``vllm-relay``. Exit status: 0 done, 1 failed, 2 wrong usage."""
+    # What vLLM says before it sets up its own log, by VLLM_LOGGING_LEVEL.
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     arguments = sys.argv[1:]
     if arguments[:1] in (["bench"], ["build"], ["calibrate"], ["doctor"], ["verify"]):
         theirs = re.compile(r"-[a-z]")
