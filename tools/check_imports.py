@@ -22,7 +22,7 @@ LAYERS = (
     ("config", "lifetime", "validation", "patching", "plan", "ops", "sharing"),
     ("metrics",),
     ("compat",),
-    ("backend", "system_kv", "explain", "serving", "calibration"),
+    ("backend", "system_kv", "explain", "serving", "calibration", "monitoring"),
     ("plugin",),
     ("",),
     ("cli",),

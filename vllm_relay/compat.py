@@ -172,8 +172,9 @@ def capture_plain_graphs(graphs: "FullGraphs") -> None:
 _worker: Any = None
 
 
-def extend_worker() -> None:
-    """Add ``llm.collective_rpc("relay_counters")`` to engines with relay; remember the worker.
+def extend_worker(started: Callable[[Any], None]) -> None:
+    """Add ``llm.collective_rpc("relay_counters")`` to engines with relay; remember the worker, and
+    call ``started(worker)`` once it is made.
 
     Why: ``collective_rpc`` calls methods of workers, and a KV connector is not given its worker.
     Upstream: none for plugins; ``--worker-extension-cls`` takes one class, which is the user's.
@@ -187,6 +188,8 @@ def extend_worker() -> None:
             _worker = weakref.ref(self)
             self.relay_counters = metrics.counters
         stock(self, vllm_config, *args, **kwargs)
+        if is_asked_for(vllm_config):
+            started(self)
 
 
 def worker() -> Any:

@@ -54,7 +54,7 @@ def counters(wait: bool = True) -> dict[str, int]:
         **{name: getattr(total, name) for name in names},
         "kv_bytes_not_read": kv_bytes,
         "fallbacks": _fallbacks.total(),
-        **{f"fallbacks_{doing}": count for doing, count in _fallbacks.items()},
+        **{f"fallbacks_{doing}": count for doing, count in dict(_fallbacks).items()},
     }
 
 

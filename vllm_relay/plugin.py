@@ -52,7 +52,7 @@ def _install() -> None:
         compat.keep_all_cores()
     elif current_platform.is_cuda():
         compat.fall_back_on_cuda()
-    compat.extend_worker()
+    compat.extend_worker(_answer)
     compat.wrap_engine_args(_configure, _admit)
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -62,12 +62,31 @@ def _install() -> None:
 
 # Imported when an engine is configured: they load torch.
 def _configure(engine_args: Any) -> None:
+    from vllm_relay.monitoring.prometheus import publish
     from vllm_relay.system_kv import admission
 
     admission.configure(engine_args)
+    names = engine_args.served_model_name or engine_args.model
+    publish(names if isinstance(names, str) else names[0])
 
 
 def _admit(vllm_config: Any, chat_template: str | None) -> None:
+    from vllm_relay.monitoring.channel import open_channel
     from vllm_relay.system_kv import admission
 
     admission.admit(vllm_config, chat_template)
+    open_channel()
+
+
+def _answer(worker: Any) -> None:
+    """Let a worker that was just made answer those who serve its engine's metrics."""
+    from vllm_relay.monitoring.channel import answer
+
+    engine = worker.vllm_config.parallel_config.data_parallel_index
+    try:
+        answer(
+            f"{engine}-{worker.rank}-{os.getpid()}",
+            lambda: {"engine": engine, "counters": metrics.counters(wait=False)},
+        )
+    except OSError as error:
+        metrics.say_once(f"its counters are not in /metrics: {error}")

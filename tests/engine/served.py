@@ -53,6 +53,18 @@ class Served:
             time.sleep(0.1)
         return sorted(found.values())
 
+    def counted(self, name: str, expected: list[int]) -> list[float]:
+        """A counter of relay by engine, sorted, once it is as expected: a busy worker is late."""
+        pattern = rf'vllm:relay_{name}_total\{{engine="\d",model_name="(.*)"\}} (\S+)'
+        found: list[float] = []
+        for _ in range(300):
+            text = httpx.get(f"{self.url}/metrics", timeout=60).text
+            found = sorted(float(value) for _, value in re.findall(pattern, text))
+            if found == sorted(expected):
+                break
+            time.sleep(0.1)
+        return found
+
     def rpc(self, method: str, *args: str) -> None:
         body = {"method": method, "args": args}
         httpx.post(f"{self.url}/collective_rpc", json=body, timeout=60).raise_for_status()

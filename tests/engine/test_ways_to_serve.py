@@ -231,6 +231,7 @@ def test_data_parallel_engines_behind_two_api_servers_restarted_under_load(
         _check_answers(served.answers(), stock["greedy"]["answers"])
         assert served.hits(8) == [4, 4]  # of both system KVs
         assert len(relayed := served.relayed(folder)) == engines and min(relayed) >= 4
+        assert served.counted("steps_relayed", relayed) == sorted(relayed)
         return served
 
     log = tmp_path / "first.log"
