@@ -3,10 +3,6 @@
 No other module assigns to a vLLM class or module. Each patch says why it exists, what upstream has
 about it ("none" is as of vLLM 0.33), and when to remove it. A target that has moved raises
 `TargetMoved` with its name. "From 0.32 on" means: when `SUPPORTED` starts at 0.32.
-
-vllm-project/vllm#55847 brings runner V2 to CPUs, where it wants a Triton for CPUs. Its tables and
-lengths are tensors in the engine's memory as V1's are, so the builder needs no branch. It has no
-list of block ids per request: `backend/continuity.py` then needs another source.
 """
 
 import copy
@@ -104,8 +100,7 @@ def fall_back_on_cuda() -> None:
 
     Why: ``get_attn_backend_cls`` raises ValueError when the selected backend does not fit (MLA,
     float32, ...), and the engine does not start.
-    Upstream: intended there, vllm-project/vllm#27424.
-    Remove when: vLLM has an option that prefers a backend instead of requiring it.
+    Upstream: intended there, vllm-project/vllm#27424. Remove when: a backend can be preferred only.
     """
 
     @wrap(target("vllm.platforms.cuda:CudaPlatformBase"), "get_attn_backend_cls")
@@ -123,8 +118,7 @@ def keep_all_cores() -> None:
     """Leave all CPU cores to the engine when the only KV connector is ours.
 
     Why: vLLM reserves one core per worker for any KV connector; ours is idle in forward passes.
-    Upstream: vllm-project/vllm#32365 and #36487 made the reservation, for the NIXL connector.
-    Remove when: a connector can declare that it needs no core.
+    Upstream: vllm-project/vllm#32365, #36487. Remove when: a connector can decline the core.
     """
 
     @wrap(target("vllm.utils.ompmultiprocessing:OMPProcessManager"), "__init__")
@@ -249,28 +243,35 @@ def allow_resets(pool: Any, pinned: Callable[[], int], on_reset: Callable[[], No
 
     Why: vLLM refuses a reset while a block is referenced; a connector's ``reset_cache`` is called
     on some paths only.
-    Upstream: vllm-project/vllm#12284 (the rule), #27046 (pinned prefixes, closed).
-    Remove when: vLLM can pin blocks itself.
+    Upstream: vllm-project/vllm#12284 (the rule), #27046 (closed). Remove when: vLLM can pin blocks.
     """
 
     @wrap(pool, "reset_prefix_cache")
     def reset(stock: Any) -> bool:
         count = pinned()
-        pool.num_gpu_blocks -= count
-        try:
+        with swapped(pool, num_gpu_blocks=pool.num_gpu_blocks - count):
             done = bool(stock())
-        finally:
-            pool.num_gpu_blocks += count
         if done and count:
             on_reset()
         return done
 
 
-def tap_kv_updates(impl: Any, take: Callable[[Any, Any, Any], None]) -> None:
-    """Call ``take(key, value, slots)`` after each KV update of one layer.
+def before_eviction(pool: Any, act: Callable[[int], None]) -> None:
+    """Call ``act(count)`` before one BlockPool takes ``count`` blocks from its free queue.
 
-    Why: there keys and values are rows, after RoPE and in no block layout.
-    Upstream: none. Remove when: ``save_kv_layer`` is given them; it is given blocks.
+    Why: its order decides what is evicted. Upstream: none. Remove when: connectors may order it.
+    """
+
+    @wrap(pool, "get_new_blocks")
+    def take(stock: Any, num_blocks: int) -> Any:
+        act(num_blocks)
+        return stock(num_blocks)
+
+
+def tap_kv_updates(impl: Any, take: Callable[[Any, Any, Any], None]) -> None:
+    """Call ``take(key, value, slots)`` after each KV update of one layer: rows, in no block layout.
+
+    Why: ``save_kv_layer`` is given blocks. Upstream: none. Remove when: it is given rows.
     """
 
     @wrap(impl, "do_kv_cache_update")

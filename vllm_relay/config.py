@@ -25,16 +25,18 @@ def _paths(given: Any) -> tuple[Any, ...]:
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
 class SystemKVConfig:
-    """Offline system KVs to load at start.
+    """Offline system KVs to load at start, and what else stays in the KV cache.
 
     Attributes:
         files: paths of files that ``vllm-relay build`` has written.
-        budget: the share of the KV cache, from 0 to 1, that may be pinned.
+        budget: the share of the KV cache, from 0 to 1, that may be pinned; ``learn`` retains what
+            files leave of it.
         errors: for a file that does not fit, "stop" the start, or "skip" the file and log it.
         salts: path of a JSON file, path of a system-KV file -> ``cache_salt``. Only requests with
             this salt find it; a file without one is found by all requests without a salt.
         other_engines: load files that another minor version of vLLM has built.
         metric_names: label the metrics with the prompts' names, not with digests.
+        learn: evict the free blocks of the hottest prefixes last.
     """
 
     files: Annotated[tuple[Text, ...], BeforeValidator(_paths)] = ()
@@ -43,6 +45,7 @@ class SystemKVConfig:
     salts: Text | None = None
     other_engines: StrictBool = False
     metric_names: StrictBool = False
+    learn: StrictBool = False
 
     @classmethod
     def from_mapping(cls, given: Any) -> "SystemKVConfig":

@@ -4,6 +4,9 @@ A KV connector loads KV into blocks that a request has just been given, between 
 of their slot mappings. vLLM's runner keeps the block ids of a request in one object, which it
 extends; a request that was preempted gets another, a new request too. So a request whose object is
 that of the last step was given no blocks but at the end of its own, and loaded nothing.
+
+vllm-project/vllm#55847 brings runner V2 to CPUs. It has no list of block ids per request, so this
+module then needs another source; its tables and lengths lie in the engine's memory as V1's do.
 """
 
 from typing import Any, Protocol

@@ -38,15 +38,17 @@ def configure(engine_args: Any) -> None:
     if isinstance(given, Mapping):
         given = KVTransferConfig(**given)
     present = [] if given is None else [read_settings(extra) for _, extra in _our_entries(given)]
-    if not ours.files and not present:
+    if not (ours.files or ours.learn) and not present:
         return
     if engine_args.kv_offloading_size is not None:
         raise ValueError(
-            "--kv-offloading-size replaces the connector that loads system KVs: name "
+            "--kv-offloading-size replaces the connector of system_kv: name "
             "OffloadingConnector in --kv-transfer-config instead, both run then"
         )
     if present:
-        if ours.files and present != [ours]:  # the same: these arguments were used before
+        if (ours.files or ours.learn) and present != [
+            ours
+        ]:  # the same: these arguments were used before
             raise ValueError(
                 "system KVs are named twice: in additional_config['relay'] and kv_transfer_config"
             )
@@ -104,9 +106,10 @@ def admit(vllm_config: Any, chat_template: str | None) -> None:
         if index:
             raise SystemKVError(f"{CONNECTOR} must be the first of MultiConnector's connectors")
         settings = read_settings(extra)
-        reason = _unusable(vllm_config)
-        if reason is not None:
-            raise SystemKVError(f"system KVs cannot be loaded: {reason}")
+        learns = settings.learn and not settings.files
+        if (reason := _unusable(vllm_config, learns)) is not None:
+            what = "system_kv.learn cannot be used" if learns else "system KVs cannot be loaded"
+            raise SystemKVError(f"{what}: {reason}")
         identity = identify(vllm_config, chat_template) if settings.files else None
         salts = _read_salts(settings)
         admitted = []
@@ -169,17 +172,23 @@ def _read_salts(settings: SystemKVConfig) -> dict[str, Salt]:
     return {path: Salt(salt) for path, salt in salts.items()}
 
 
-def _unusable(vllm_config: Any) -> str | None:
-    """The reason in its configuration why an engine cannot use system KVs, or None."""
+def _unusable(vllm_config: Any, learns: bool) -> str | None:
+    """The reason in its configuration why an engine cannot use system KVs, or None.
+
+    ``learns``: it is to retain hot prefixes, and loads no file.
+    """
     parallel = vllm_config.parallel_config
     if not vllm_config.cache_config.enable_prefix_caching:
         return "prefix caching is off; requests find them by it: remove --no-enable-prefix-caching"
-    if compat.finds_kv_scales(vllm_config.cache_config):
-        return "the KV cache's scales are found by the first request (--calculate-kv-scales)"
     if vllm_config.model_config.is_encoder_decoder:
         return "the model is an encoder-decoder"
     if vllm_config.model_config.has_inner_state:
-        return STATE
+        # With a KV connector vLLM 0.26 takes hits of full attention alone, and expects a state.
+        return "the model has Mamba, gated-delta or convolution layers" if learns else STATE
+    if learns:
+        return None
+    if compat.finds_kv_scales(vllm_config.cache_config):
+        return "the KV cache's scales are found by the first request (--calculate-kv-scales)"
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in compat.DRAFTS_WITHOUT_MODEL:
         return f"speculation with {speculative.method} puts a draft's KV into the same blocks"

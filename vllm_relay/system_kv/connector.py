@@ -1,9 +1,10 @@
-"""The KV connector that loads system KVs at start and keeps them.
+"""The KV connector that loads system KVs at start and keeps them, and retains hot prefixes.
 
 vLLM makes one object in the scheduler and one in every worker. The scheduler's takes the blocks
 when it is bound to the block pool. The workers write them when they are asked for their handshake
 metadata, the last call before the engine is ready. From then on requests find the blocks by vLLM's
 ordinary prefix caching, and this connector only counts hits and rewrites after a cache reset.
+With ``learn`` it also counts what requests ask for, and `Retention` orders what vLLM evicts.
 """
 
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from vllm_relay.system_kv.cache_groups import cache_groups, longest_blocks
 from vllm_relay.system_kv.idle_connector import IdleConnector
 from vllm_relay.system_kv.pinned_blocks import PinnedBlocks
 from vllm_relay.system_kv.placement import place
+from vllm_relay.system_kv.retention import Retention
 from vllm_relay.system_kv.stats import SystemKVMetrics, SystemKVStats
 from vllm_relay.system_kv.writer import Writer
 
@@ -80,15 +82,21 @@ class SystemKVConnector(IdleConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config
         settings, (files, salts) = read_settings(extra), open_admitted(extra)
-        groups = cache_groups(kv_cache_config)
+        # Hot prefixes are retained in groups of any kind.
+        groups = cache_groups(kv_cache_config) if settings.files or not settings.learn else []
         placed = place([file.manifest.token_ids for file in files], groups, salts)
         self._asked: int | None = None  # the last reset sent to the workers
         self._may_rewrite = False
         self._answer: WorkerMetadata | None = None
         self._sent = SystemKVStats()
         if role == KVConnectorRole.SCHEDULER:
-            longest = longest_blocks(vllm_config, kv_cache_config)
+            longest = longest_blocks(vllm_config, kv_cache_config) if groups else 0
             self._pins = PinnedBlocks(vllm_config, files, salts, placed, groups, longest, settings)
+            self._retention = Retention() if settings.learn else None
+            self._budget = settings.budget
+            self._block_sizes = [
+                group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups
+            ]
             compat.add_engine_method()
         else:
             self._writer = Writer(vllm_config, files, placed, groups)
@@ -96,7 +104,12 @@ class SystemKVConnector(IdleConnector):
     # In the scheduler.
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        usable = gpu_block_pool.get_num_free_blocks()
         self._pins.take(gpu_block_pool)
+        if self._retention is not None:
+            pinned = usable - gpu_block_pool.get_num_free_blocks()
+            most = max(0, int(self._budget * usable) - pinned)
+            self._retention.attach(gpu_block_pool, most, self._block_sizes)
         for entry in self._pins.status():
             metrics.logger.info(
                 "relay: system KV %s (%s in metrics): %s of %s tokens pinned in %d blocks, from %s",
@@ -123,9 +136,13 @@ class SystemKVConnector(IdleConnector):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if request.num_preemptions == 0:
             self._pins.count_hit(blocks.blocks)
+            if self._retention is not None:
+                self._retention.ask(request.block_hashes)
 
     @_or_given_up(StepMetadata(released=True))
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        if self._retention is not None:
+            self._retention.begin_step()
         wanted = self._pins.wants_rewrite if self._may_rewrite else None
         self._may_rewrite = False
         if wanted is None or wanted == self._asked:

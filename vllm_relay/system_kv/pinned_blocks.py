@@ -151,9 +151,11 @@ class PinnedBlocks:
 
     def count_hit(self, blocks: Sequence[Sequence[Any]]) -> None:
         """Count a request with these blocks, by group, for the prompt it shares most of."""
+        if not self._blocks:
+            return
         ids = [block.block_id for block in blocks[self._counted]]
         have = [_hit_length(placed[self._counted].block_ids, ids) for placed in self._placements]
-        if self._blocks and (most := max(have, default=0)):
+        if most := max(have, default=0):
             best = have.index(most)
             self._requests_hit[best] += 1
             self._tokens_hit[best] += most * self._groups[self._counted].block_size

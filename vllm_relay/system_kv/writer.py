@@ -47,7 +47,7 @@ class Writer:
 
     def write_at_start(self) -> None:
         """Write the blocks the first time, and note the weights that they were computed with."""
-        if self._weights is None:
+        if self._files and self._weights is None:
             self.write()
             try:
                 self._weights = _fingerprint()
