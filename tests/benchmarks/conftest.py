@@ -9,7 +9,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from benchmarks.harness import latin_square, result_csv
-from benchmarks.suites import bench_attention, bench_decode, bench_order, bench_serving
+from benchmarks.suites import (
+    bench_attention,
+    bench_decode,
+    bench_learn,
+    bench_order,
+    bench_serving,
+)
 from tests.engine.engine import SMOLLM2
 
 LAYERS = 2
@@ -42,6 +48,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def save(console: Any, name: str, rows: Any) -> Path:
         return result_csv.write_csv(tmp_path / f"{name}.csv", rows, prov)
 
-    for module in (latin_square, bench_attention, bench_decode, bench_order, bench_serving):
+    measuring = (bench_attention, bench_decode, bench_learn, bench_order, bench_serving)
+    for module in (latin_square, *measuring):
         monkeypatch.setattr(module, "save_engines", save)
     return tmp_path

@@ -257,7 +257,8 @@ def test_prompts_that_begin_alike_share_blocks_unless_one_has_a_salt(
     salts.write_text(json.dumps({str(salted): "tenant-7"}))
     engine = _engine(model, file, branch, salted)
     files = engine["additional_config"]["relay"].pop("system_kv")
-    engine["additional_config"]["relay"]["system_kv"] = {"files": files, "salts": str(salts)}
+    settings = {"files": files, "salts": str(salts), "learn": True}
+    engine["additional_config"]["relay"]["system_kv"] = settings
     program = [
         ["generate", {"prompts": prompts, "steps": 2}],
         ["status", None],
@@ -275,6 +276,9 @@ def test_prompts_that_begin_alike_share_blocks_unless_one_has_a_salt(
     assert [entry["requests_hit"] for entry in after] == [2, 2, 6]
     assert not_found["cached"] == [0]
     assert "tenant-7" not in log
+    # half of 127 blocks, the default budget, less 12 pinned
+    assert log.count("relay: system_kv.learn: hot prefixes may stay in 51 of 127 KV cache bl") == 1
+    assert "system_kv.learn is off" not in log
     # The same content, so the same seal: labels of metrics tell them apart, and nothing else.
     seal = SystemKVFile(file).seal[:8]
     assert [before[0]["label"], before[2]["label"]] == [seal, f"{seal}-2"]
