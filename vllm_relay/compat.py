@@ -167,8 +167,7 @@ _worker: Any = None
 
 
 def extend_worker(started: Callable[[Any], None]) -> None:
-    """Add ``llm.collective_rpc("relay_counters")`` to engines with relay; remember the worker, and
-    call ``started(worker)`` once it is made.
+    """Add ``llm.collective_rpc("relay_counters")`` to engines with relay; call ``started(worker)``.
 
     Why: ``collective_rpc`` calls methods of workers, and a KV connector is not given its worker.
     Upstream: none for plugins; ``--worker-extension-cls`` takes one class, which is the user's.
@@ -178,11 +177,10 @@ def extend_worker(started: Callable[[Any], None]) -> None:
     @wrap(target("vllm.v1.worker.worker_base:WorkerBase"), "__init__")
     def init(stock: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         global _worker
+        stock(self, vllm_config, *args, **kwargs)
         if is_asked_for(vllm_config):
             _worker = weakref.ref(self)
             self.relay_counters = metrics.counters
-        stock(self, vllm_config, *args, **kwargs)
-        if is_asked_for(vllm_config):
             started(self)
 
 
@@ -196,8 +194,7 @@ def worker() -> Any:
 def add_engine_method() -> None:
     """Add ``relay_system_kv`` to vLLM's EngineCore, for `vllm_relay.system_kv.status`.
 
-    Why: a front end calls EngineCore's methods only; our connector lives in its scheduler.
-    Upstream: none. Remove when: front ends can call a method of a connector.
+    Why: front ends call no method of a connector. Upstream: none. Remove when: they can.
     """
 
     def relay_system_kv(self: Any) -> list[dict[str, Any]]:
