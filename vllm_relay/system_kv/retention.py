@@ -19,8 +19,8 @@ _HALF_LIFE = 8
 _REMEMBERED = 4
 # In blocks of the pool, too.
 _TRIAL_HALF_LIFE = 4
-# Blocks moved per engine step at most: below 1 ms.
-MOVES_PER_STEP = 1024
+# Blocks moved per engine step at most, each in a few microseconds.
+MOVES_PER_STEP = 512
 
 
 def _or_off(method: Callable[..., None]) -> Callable[..., None]:
