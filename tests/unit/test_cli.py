@@ -6,15 +6,17 @@ import re
 import subprocess
 import sys
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from tests.unit.system_kv.files import LAYERS, edit_header, write_small
+from vllm_relay import __version__
 from vllm_relay.cli import app
+from vllm_relay.cli.engine import errors_of_the_engine
 from vllm_relay.system_kv.file import SystemKVFile
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +68,46 @@ def kv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_small(tmp_path)
     damage(write_small(tmp_path, name="damaged"))
     return tmp_path
+
+
+def test_the_version_is_the_packages() -> None:
+    result = cli("--version")
+    assert (result.exit_code, result.stdout) == (0, f"vllm-relay {__version__}\n")
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    def completed(line: str) -> set[str]:
+        words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+        environment = {"_VLLM_RELAY_COMPLETE": "complete_bash", **words}
+        found = CliRunner().invoke(app, [], env=environment, prog_name="vllm-relay")
+        return set(found.stdout.split())
+
+    assert completed("vllm-relay in") == {"inspect"}
+    assert "--system-prompt" in completed("vllm-relay build --sys")
+
+
+@pytest.mark.parametrize(
+    ("logged", "told"),
+    [
+        (
+            "ERROR x\nValueError: no room for the KV cache\nRuntimeError: later",
+            "no room for the KV",
+        ),
+        ("", "initialization failed. It logged no cause. Failed core proc(s): {'EngineCore': -9}"),
+    ],
+)
+def test_a_failed_engine_has_its_cause_and_no_pointer(
+    logged: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING"):
+        monkeypatch.delenv(name, raising=False)
+    pointer = "initialization failed. See root cause above. Failed core proc(s): {'EngineCore': -9}"
+    local = SimpleNamespace(distributed_executor_backend=None)
+    with pytest.raises(RuntimeError) as raised, errors_of_the_engine(local):
+        config = json.loads(Path(os.environ["VLLM_LOGGING_CONFIG_PATH"]).read_text())
+        Path(config["handlers"]["kept"]["filename"]).write_text(logged)
+        raise RuntimeError(pointer)
+    assert told in str(raised.value) and "above" not in str(raised.value)
 
 
 # inspect
@@ -394,22 +436,6 @@ assert not {"vllm", "transformers"} & sys.modules.keys()
     done = process(script, cwd=kv)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("good acme.relay: ")
-
-
-def test_the_version_is_that_of_the_package() -> None:
-    assert process("vllm-relay", "--version").stdout == f"vllm-relay {version('vllm-relay')}\n"
-
-
-def test_a_shell_completes_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {"COMP_WORDS": "vllm-relay cal", "COMP_CWORD": "1"}
-    for name, value in {**asked, "_VLLM_RELAY_COMPLETE": "complete_bash"}.items():
-        monkeypatch.setenv(name, value)
-    assert process("vllm-relay").stdout.split() == ["calibrate"]
-
-
-def test_vllm_says_nothing_before_a_command() -> None:
-    done = process("vllm-relay", "doctor")
-    assert done.stdout.startswith("vllm-relay ") and done.stderr == ""
 
 
 def test_a_reader_that_went_away_is_no_error_to_be_shown(kv: Path) -> None:

@@ -1,5 +1,6 @@
 """``vllm-relay bench``: what it refuses, and what it makes of measurements."""
 
+import json
 import math
 import os
 import re
@@ -14,8 +15,10 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from tests.engine.engine import SMOLLM2, environment
+from vllm_relay.cli import app
 from vllm_relay.cli.bench import HINTS
 from vllm_relay.cli.engine import build_options
 from vllm_relay.lifetime import ended_in_order
@@ -254,6 +257,58 @@ def test_who_cannot_keep_up_is_not_asked_for_more(
     every = [math.inf, 1, 2] * 2
     assert measured == {"stock-no-caching": [math.inf, 1] * 2, "stock": every, "relay": every}
     assert all(row["requests"] == 2 for row in rows)
+
+
+def bench_with_rounds(
+    completed: int, monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str
+) -> Any:
+    """Result of a `bench` of three rounds that is stopped after so many of them."""
+
+    def compare(*_: Any, after_round: Any, **__: Any) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = []
+        after_round(0, rows)
+        for number in range(1, 4):
+            rows.append(row("stock", math.inf, number, 0.2))
+            if number > completed:
+                raise KeyboardInterrupt
+            rows.append(row("relay", math.inf, number, 0.1))
+            after_round(number, rows)
+        return rows
+
+    monkeypatch.setattr(comparison, "compare", compare)
+    prompt = folder / "prompt.txt"
+    prompt.write_text("You are a baker.")
+    command = ["bench", "--model", str(SMOLLM2), "--system-prompt", str(prompt), "--no-system-kv"]
+    return CliRunner().invoke(app, [*command, *options])
+
+
+def test_a_bench_says_its_plan_and_shows_the_first_round(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done = bench_with_rounds(3, monkeypatch, tmp_path)
+    assert done.exit_code == 0, done.stderr
+    plan = "2 servers (vLLM, relay), 3 rounds of 1 load: 192 requests of 64 output tokens"
+    assert plan in done.stderr.splitlines()[0]
+    assert "Round 1 of 3" in done.stderr and "Round 2" not in done.stderr
+    assert "for the others" in done.stderr
+
+
+def test_a_stopped_bench_keeps_its_whole_rounds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done = bench_with_rounds(2, monkeypatch, tmp_path, "--json")
+    assert done.exit_code == 130 and "stopped in round 3 of 3" in done.stderr
+    shown = json.loads(done.stdout)
+    assert [x["round"] for x in shown["rows"]] == [1, 1, 2, 2]
+    assert [gain["rounds"] for gain in shown["gains"]] == [2, 2]
+
+
+def test_a_bench_stopped_in_its_first_round_has_nothing_to_show(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done = bench_with_rounds(0, monkeypatch, tmp_path)
+    assert (done.exit_code, done.stdout) == (130, "")
+    assert done.stderr.splitlines()[-1] == "vllm-relay: stopped"
 
 
 def test_prompts_are_rendered_as_the_server_would() -> None:

@@ -3,18 +3,18 @@
 Importing this loads neither torch nor vLLM; commands import them where they need them.
 """
 
-import logging
 import re
 import sys
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
 import vllm_relay.cli.explain as explain
+from vllm_relay import __version__
 from vllm_relay.cli import system_kv
 from vllm_relay.cli.bench import bench
 from vllm_relay.cli.calibrate import calibrate
+from vllm_relay.cli.console import out
 from vllm_relay.cli.doctor import doctor
 from vllm_relay.cli.engine import ENGINE_OPTIONS, ESCAPE
 
@@ -24,24 +24,6 @@ app = typer.Typer(
     help="KV that many requests share, for vLLM: compute a prompt's KV once and serve with it from "
     "the start; see what requests share and what that is worth.",
 )
-
-
-def _print_version(asked: bool) -> None:
-    if asked:
-        print(f"vllm-relay {version('vllm-relay')}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
-    ] = False,
-) -> None:
-    """Options of no command."""
-
-
 app.command(context_settings=ENGINE_OPTIONS)(system_kv.build)
 app.command()(system_kv.inspect)
 app.command(context_settings=ENGINE_OPTIONS)(system_kv.verify)
@@ -51,10 +33,24 @@ app.command(context_settings=ENGINE_OPTIONS)(doctor)
 app.command(context_settings=ENGINE_OPTIONS)(bench)
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        out.print(f"vllm-relay {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it, exit."),
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
 def main() -> None:
-    """Entry point ``vllm-relay``. Exit status: 0 done, 1 failed, 2 wrong usage."""
-    # What vLLM says before it sets up its own log, by VLLM_LOGGING_LEVEL.
-    logging.getLogger("vllm").setLevel(logging.ERROR)
+    """Entry point ``vllm-relay``."""
     arguments = sys.argv[1:]
     if arguments[:1] in (["bench"], ["build"], ["calibrate"], ["doctor"], ["verify"]):
         theirs = re.compile(r"-[a-z]")

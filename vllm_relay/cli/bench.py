@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -78,7 +79,8 @@ def bench(
     Starts real servers, sends all of them the same requests, interleaved, and prints the speed-up
     of relay. No speed is shown unless the answers agree. Any other option is vLLM's own: give
     those that you serve with. All servers are up at once: on a GPU each gets an equal share of
-    its memory unless you give --gpu-memory-utilization.
+    its memory unless you give --gpu-memory-utilization. A table is shown after the first round;
+    Ctrl-C ends the command with the table of the whole rounds.
     """
     from vllm_relay.serving import comparison, gains
     from vllm_relay.serving.commands import build_system_kv
@@ -104,6 +106,8 @@ def bench(
         asked = _questions(questions, requests * (1 + repeats * len(rates)))
         keys = [key for key in FOUR if without_caching or SYSTEMS[key].caching]
         keys = [key for key in keys if system_kv or not SYSTEMS[key].system_kv]
+        plan = _plan([SYSTEMS[key].label for key in keys], repeats, len(rates), requests, tokens)
+        err.print(f"vllm-relay: {plan}; the expected time is told after round 1")
         folder = stack.enter_context(kept_logs("vllm-relay-bench-", HINTS))
         report = _reporter(console, stack)
         report("reading the tokenizer")
@@ -122,10 +126,17 @@ def bench(
             return comparison.Load(at, requests, tokens, prompts=chosen)
 
         loads = [partial(load, index=index, at=at) for index, at in enumerate(rates)]
-        rows = comparison.compare(
-            model, keys, flags, loads, repeats, folder,
-            checked=prompts[:requests], client=client, files=files, report=report,
-        )  # fmt: skip
+        rounds = Rounds(repeats, console, bound)
+        try:
+            rows = comparison.compare(
+                model, keys, flags, loads, repeats, folder, after_round=rounds.after,
+                checked=prompts[:requests], client=client, files=files, report=report,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            if not rounds.rows:
+                raise
+            rows = rounds.rows
+            err.print(f"vllm-relay: stopped in round {rounds.done + 1} of {repeats}")
     source = provenance()
     if as_json:
         data: dict[str, Any] = {"gains": _finite(gains.summary(rows)), "rows": _finite(rows)}
@@ -133,13 +144,59 @@ def bench(
         if bound is not None:
             data["sustained"] = gains.sustained(rows, bound)
         out.print_json(data=data)
-        return
+        raise typer.Exit(rounds.status)
     shown = Console(**PLAIN)
     gains.show(shown, "Serving with and without relay (medians of rounds)", rows, bound)
     shown.print(
         "{device}, {cores} cores; vLLM {vllm}, PyTorch {torch}, vllm-relay {vllm_relay}; "
         "{date}".format(**source),
         soft_wrap=True,
+    )
+    raise typer.Exit(rounds.status)
+
+
+class Rounds:
+    """Rows of the whole rounds so far, and what is said after the first one.
+
+    Args:
+        repeats: rounds in all. console: for the table. bound: seconds per token, see `gains.show`.
+    """
+
+    def __init__(self, repeats: int, console: Console, bound: float | None = None) -> None:
+        self.repeats, self.console, self.bound = repeats, console, bound
+        self.rows: list[dict[str, Any]] = []
+        self.done = 0
+        self._began_s = time.monotonic()
+
+    @property
+    def status(self) -> int:
+        """Exit status of the command: 0, or 130 if rounds are missing."""
+        return 0 if self.done == self.repeats else 130
+
+    def after(self, number: int, rows: list[dict[str, Any]]) -> None:
+        """Keeps the rows of a round; 0 is the start of the first."""
+        from vllm_relay.serving import gains
+
+        self.done, self.rows = number, list(rows)
+        if number == 0:
+            self._began_s = time.monotonic()
+        elif number == 1 and self.repeats > 1:
+            took_s = time.monotonic() - self._began_s
+            gains.show(self.console, f"Round 1 of {self.repeats}", self.rows, self.bound)
+            left = f"about {(self.repeats - 1) * took_s:,.0f} s for the others"
+            err.print(f"vllm-relay: round 1 took {took_s:,.0f} s, {left}; Ctrl-C keeps them")
+
+
+def _plan(labels: Sequence[str], repeats: int, rates: int, requests: int, tokens: int) -> str:
+    """One line: servers, rounds and requests of a comparison."""
+
+    def count(number: int, what: str) -> str:
+        return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+    total = repeats * rates * requests * len(labels)
+    return (
+        f"{count(len(labels), 'server')} ({', '.join(labels)}), {count(repeats, 'round')} of "
+        f"{count(rates, 'load')}: {total:,} requests of {tokens:,} output tokens"
     )
 
 

@@ -11,7 +11,7 @@ import typer
 
 from vllm_relay import __version__
 from vllm_relay.cli.console import JsonFlag, err, one_line_errors, out
-from vllm_relay.cli.engine import ESCAPE, errors_of_the_engine, read_engine_args
+from vllm_relay.cli.engine import ESCAPE, errors_of_the_engine, quiet_logs, read_engine_args
 from vllm_relay.lifetime import ended_in_order
 
 # Prefixes for which it is told when sharing pays.
@@ -33,6 +33,7 @@ def doctor(
     with one_line_errors(), ended_in_order():
         if model is not None and model.startswith(("-", ESCAPE)):
             raise ValueError("the model comes first: vllm-relay doctor MODEL, then vLLM's options")
+        quiet_logs()
         found: dict[str, Any] = {"environment": dict(_environment())}
         usable = found["environment"]["relay"] == "usable"
         if usable and model is not None:

@@ -1,6 +1,7 @@
 """vLLM's own options, for the commands that start an engine."""
 
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -35,20 +36,33 @@ def errors_of_the_engine(engine_args: Any) -> Iterator[None]:
         yield
     except RuntimeError as error:
         causes = _ERROR.findall(log.read_text())
-        if not causes:
-            raise
-        raise RuntimeError(f"the engine failed: {causes[0]}") from error
+        cause = causes[0] if causes else _without_pointer(str(error))
+        raise RuntimeError(f"the engine failed: {cause}") from error
     finally:
         del os.environ["VLLM_LOGGING_CONFIG_PATH"]
         for file in (config, log):
             os.close(int(file.name))
 
 
-def _parser(command: str) -> Any:
-    """vLLM's parser of an engine's options."""
-    # vLLM's log would run into the progress bar, or into JSON; errors stay.
+def _without_pointer(message: str) -> str:
+    """vLLM's error of a failed start, where nothing was logged that it could point at."""
+    return message.replace("See root cause above.", "It logged no cause.")
+
+
+def quiet_logs() -> None:
+    """Leaves errors alone of the logs of vLLM and PyTorch, and those on stderr.
+
+    Other lines would run into the progress bar, or stand before a command's own.
+    """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    # "No CUDA runtime is found" where CUDA_HOME is set on a machine without a GPU
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+
+def _parser(command: str) -> Any:
+    """vLLM's parser of an engine's options."""
+    quiet_logs()
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

@@ -122,6 +122,7 @@ def compare(
     env: dict[str, str] | None = None,
     give_up: float = math.inf,
     report: Report = lambda doing: None,
+    after_round: Callable[[int, list[dict[str, Any]]], None] = lambda number, rows: None,
 ) -> list[dict[str, Any]]:
     """Serves every load with every system: all servers are up, one at a time is under load.
 
@@ -131,6 +132,7 @@ def compare(
             the same for all systems. checked: prompts that all must answer alike. client: options
             of ``vllm bench serve``. files: system KV. folder: for logs. give_up: seconds per
             token; a system above it in round 1 is skipped at higher rates, except the baseline.
+        after_round: called with a round's number and all rows so far; with 0 before round 1.
 
     Returns:
         A row per load, round and system; ``server_steps_relayed`` is of a server's whole life.
@@ -157,6 +159,7 @@ def compare(
             started.wait_ready(report_of(SYSTEMS[key].label), READY)
         distances = check(servers, checked, report)
         highest = dict.fromkeys(keys, math.inf)
+        after_round(0, rows)
         for number, (index, make) in product(range(1, repeats + 1), enumerate(loads)):
             load = make(number)
             able = [x for x in keys if math.isinf(load.rate) or load.rate <= highest[x]]
@@ -174,6 +177,8 @@ def compare(
                 rows.append(row)
                 if number == 1 and key != REFERENCE and found["normalized_s"] > give_up:
                     highest[key] = min(highest[key], load.rate)
+            if index == len(loads) - 1:
+                after_round(number, rows)
     for row in rows:  # the servers have ended and logged their counters
         text = servers[row["system"]].text()
         row["server_steps_relayed"] = relay_counters(text).get("steps_relayed", 0)
