@@ -8,7 +8,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env model sources demo test test-fast test-models test-engines soak check bench bench-full clean
+.PHONY: help env model sources demo test test-fast test-models test-engines soak check docs bench bench-full clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -45,6 +45,10 @@ check: env  ## lint, formatting, types, import rules
 	$(VENV)/bin/ruff format --check vllm_relay tests benchmarks tools setup.py
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python tools/check_imports.py
+
+docs: env  ## documentation site, in build/docs; a broken link fails
+	$(VENV)/bin/python -m pip install -q --no-deps -r requirements/docs.txt
+	$(VENV)/bin/python -m sphinx -q -E -b html -W --keep-going docs build/docs
 
 bench: env model  ## what relay brings, and where it does not: all benchmarks on a small grid, and REPORT.md
 	$(VENV)/bin/python benchmarks/run_all.py

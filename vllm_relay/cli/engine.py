@@ -58,6 +58,8 @@ def quiet_logs() -> None:
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     # "No CUDA runtime is found" where CUDA_HOME is set on a machine without a GPU
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    # "Triton is installed, but …", written before vLLM has set up its log
+    logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
 
 
 def _parser(command: str) -> Any:
