@@ -8,7 +8,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env model sources demo test test-fast test-models test-engines soak check docs bench bench-full clean
+.PHONY: help env model sources demo test test-fast test-models test-engines soak check docs wheels bench bench-full clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -49,6 +49,11 @@ check: env  ## lint, formatting, types, import rules
 docs: env  ## documentation site, in build/docs; a broken link fails
 	$(VENV)/bin/python -m pip install -q --no-deps -r requirements/docs.txt
 	$(VENV)/bin/python -m sphinx -q -E -b html -W --keep-going docs build/docs
+
+wheels:  ## manylinux wheel with the CPU kernels and source distribution, in dist
+	@$(PYTHON) -m venv .venv-wheels
+	.venv-wheels/bin/python -m pip install -q --no-deps -r requirements/wheels.txt
+	.venv-wheels/bin/python tools/make_wheels.py
 
 bench: env model  ## what relay brings, and where it does not: all benchmarks on a small grid, and REPORT.md
 	$(VENV)/bin/python benchmarks/run_all.py
