@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.ops import emulated_tiles, fuzz_native, inputs, sanitized
+from tests.unit.ops import emulated_tiles, fuzz_native, inputs, sanitized, test_context
 from vllm_relay.ops import context_attention, providers, reference, system_attention
 from vllm_relay.ops.attention import native as attention
 from vllm_relay.ops.native import library as native
@@ -93,7 +93,7 @@ def test_sanitizers_catch_a_read_beyond_a_tensor(library: Path) -> None:
     assert done.returncode != 0 and "heap-buffer-overflow" in done.stderr
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 8, 9, 11, 13, 129, 300])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 8, 9, 11, 13, 15, 16, 17, 129, 300])
 def test_any_number_of_rows(rows: int) -> None:
     q, k, v = (inputs.normal(n, 1, 64, dtype=torch.bfloat16, seed=n) for n in (rows, 777, 777))
     with providers.use("system", "native"):
@@ -102,6 +102,20 @@ def test_any_number_of_rows(rows: int) -> None:
         *(x.transpose(0, 1).double() for x in (q, k, v))
     )
     inputs.assert_as_good(out, inputs.stock(q, k, v), exact.transpose(0, 1))
+
+
+@pytest.mark.parametrize("isa", ALL)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("block_size", [16, 32, 100, 512])
+def test_prompts_over_blocks_of_any_size(isa: str, dtype: torch.dtype, block_size: int) -> None:
+    """Tiles that many rows read: of one block or of several, the last one partly filled."""
+    use(isa)
+    for layout in fuzz_native.LAYOUTS:
+        step = inputs.paged(
+            [703, 77], [90, 40], block_size=block_size, dtype=dtype, layout=layout, seed=block_size
+        )
+        with providers.use("context", "native"):
+            test_context.check(step, context_attention)
 
 
 @pytest.mark.parametrize("heads", [1, 3])

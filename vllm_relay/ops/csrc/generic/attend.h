@@ -1,20 +1,72 @@
 // Attention of units of work, tile by tile (FlashAttention, arXiv 2205.14135, Alg. 1; queries of
 // several requests as rows of one matrix: Hydragen, arXiv 2402.05099, section 3.2).
 #pragma once
+#include <time.h>
+
 #include "softmax.h"
 #include "tile.h"
 
 namespace relay {
 namespace {
 
-// Copies a unit's queries to the scratch and empties its sums.
+// Least rows of a unit whose tiles are widened: with fewer, widening takes longer than it saves.
+constexpr int64_t WIDE_ROWS = 16;
+
+// Nanoseconds of a product of REGISTER_ROWS rows in the first-level cache, the least of several.
+//   b: [64 columns, 64 steps], in panels of zeros
 template <class T>
-void begin_unit(const relay_call& call, const Unit& unit, Scratch<T>& scratch) {
+int64_t product_ns(const T* b) {
+  constexpr int64_t SIZE = 64, TIMES = 8;
+  typename Dot<T>::Weight a[REGISTER_ROWS * SIZE] = {};
+  float out[REGISTER_ROWS * SIZE];
+  const relay_operand panels = panels_of(true, SIZE, W, Dot<T>::steps);
+  int64_t least = INT64_MAX;
+  for (int i = 0; i < TIMES; ++i) {
+    Prefetcher none;
+    timespec begin, end;
+    clock_gettime(CLOCK_MONOTONIC, &begin);
+    __asm__ volatile("" : : "r"(a) : "memory");  // the compiler must not know the factors
+    product<T, REGISTER_ROWS>(a, SIZE, panels, b, SIZE, SIZE, SIZE, none,
+                              [&](int64_t r, int64_t c, vf x) { store(out + r * SIZE + c, x); });
+    __asm__ volatile("" : : "r"(out) : "memory");
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    least = min(least, (end.tv_sec - begin.tv_sec) * 1000000000 + end.tv_nsec - begin.tv_nsec);
+  }
+  return least;
+}
+
+// Whether floats are multiplied faster than T. vdpbf16ps has twice the rate of an FMA on some
+// machines and half of it on others, so it is timed, once.
+template <class T>
+bool floats_are_faster() {
+  if constexpr (Dot<T>::steps == 1) {
+    return true;  // elements are widened at every read
+  } else {
+    static const bool faster = [] {
+      const float zeros[64 * 64] = {};
+      return product_ns<float>(zeros) < product_ns<T>((const T*)zeros);
+    }();
+    return faster;
+  }
+}
+
+// Whether the tiles of T are widened to floats, once for all rows of a unit that has WIDE_ROWS.
+template <class T>
+bool widens() {
+  if constexpr (WIDENS && sizeof(T) < sizeof(float) && MatrixProduct<T>::rows == REGISTER_ROWS)
+    return floats_are_faster<T>();
+  else
+    return false;
+}
+
+// Copies a unit's queries to the scratch and empties its sums. T: of the call; In: of products.
+template <class T, class In>
+void begin_unit(const relay_call& call, const Unit& unit, Scratch<In>& scratch) {
   for (int64_t r = 0; r < unit.rows; ++r) {
     const auto [token, head] = row_of(call, unit, r);
     const T* from = row_at<T>(call.q, place_of(call, token), head);  // [D]
-    typename Dot<T>::Weight* to = scratch.q + r * scratch.q_row;
-    if constexpr (Dot<T>::steps > 1)
+    typename Dot<In>::Weight* to = scratch.q + r * scratch.q_row;
+    if constexpr (Dot<In>::steps > 1)
       __builtin_memcpy(to, from, call.head_size * sizeof(T));
     else
       for (int64_t d = 0; d < call.head_size; d += W) store(to + d, widen(from + d));
@@ -113,12 +165,22 @@ void attend(const relay_call& call, const WorkIndex& from, const WorkIndex& to, 
             const Accumulator& carried_in, const Accumulator& carried_out) {
   if (same(from, to)) return;
   Scratch<T> scratch(memory, call.head_size);
+  Scratch<float> wide(memory + Scratch<T>::bytes(), call.head_size);
+  wide.sums = scratch.sums;
+  const int64_t wide_rows = widens<T>() ? WIDE_ROWS : INT64_MAX;
+  const auto begin = [&](const Unit& unit) {
+    if (unit.rows >= wide_rows)
+      begin_unit<T>(call, unit, wide);
+    else
+      begin_unit<T>(call, unit, scratch);
+  };
+  Tile<float> wide_tile;
   Cursor at(call, from);
   Tile<T> tiles[2];
   Tile<T>*now = &tiles[0], *soon = &tiles[1];
   Prefetcher next_keys, next_values;
   locate_tile(call, at.unit, from.tile, *now);
-  begin_unit(call, at.unit, scratch);
+  begin(at.unit);
   bool from_start = from.tile == 0;  // this part computes the unit from its first tile on
   for (bool more = true; more;) {
     Cursor after = at;
@@ -133,7 +195,13 @@ void attend(const relay_call& call, const WorkIndex& from, const WorkIndex& to, 
       prefetch_tile(*soon, VALUES, call.head_size, next_values);
     }
     pack_tile(*now, scratch, call.head_size);
-    attend_tile(call, at.unit, *now, scratch, next_keys, next_values);
+    if (at.unit.rows >= wide_rows) {
+      // With a window, rows leave out the runs before it.
+      widen_tile(*now, wide, call.head_size, !call.scores.window, wide_tile);
+      attend_tile(call, at.unit, wide_tile, wide, next_keys, next_values);
+    } else {
+      attend_tile(call, at.unit, *now, scratch, next_keys, next_values);
+    }
     const bool last = at.index.tile == at.unit.tiles - 1;
     if (last && from_start) {
       write_unit<T>(call, at.unit, scratch.sums);
@@ -144,7 +212,7 @@ void attend(const relay_call& call, const WorkIndex& from, const WorkIndex& to, 
       __builtin_memcpy(keep.row_sum, scratch.sums.row_sum, at.unit.rows * sizeof(float));
     }
     if (more && last) {
-      begin_unit(call, after.unit, scratch);
+      begin(after.unit);
       from_start = true;
     }
     at = after;

@@ -20,7 +20,7 @@ const Kernels RELAY_JOIN(relay_kernels_, RELAY_ISA) = {
     {pack<bf16>, pack<f16>, pack<float>},
     W,
     {Dot<bf16>::steps, Dot<f16>::steps, Dot<float>::steps},
-    max(Scratch<bf16>::bytes(), Scratch<float>::bytes()),
+    max(Scratch<bf16>::bytes(), Scratch<float>::bytes()) + Scratch<float>::bytes(),
 };
 
 }  // namespace relay

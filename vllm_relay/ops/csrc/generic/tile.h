@@ -146,6 +146,59 @@ void prefetch_tile(const Tile<T>& tile, int which, int64_t head_size, Prefetcher
   }
 }
 
+// Keys or values as floats in panels; columns beyond those in memory become zeros.
+//   to:   [panels, steps, W], strides in `panels`
+//   from: [steps, columns], strides and order in `operand`, RELAY_ROWS or RELAY_PANELS
+template <class T>
+void widen_operand(float* to, const relay_operand& panels, const T* from,
+                   const relay_operand& operand, int64_t steps, int64_t columns, int64_t there) {
+  constexpr int EACH = Dot<T>::steps;
+  for (int64_t c = 0; c < columns; c += W) {
+    float* panel = to + c / W * panels.panel;
+    if (operand.kind == RELAY_PANELS) {
+      const T* at = from + c / W * operand.panel;
+      for (int64_t s = 0; s < steps; s += EACH) {
+        vf x[EACH];
+        widen_steps(at + s / EACH * operand.stride, x);
+        for (int e = 0; e < EACH; ++e)
+          if (s + e < steps) store(panel + (s + e) * panels.stride, x[e]);
+      }
+    } else if (there - c >= W) {
+      for (int64_t s = 0; s < steps; ++s)
+        store(panel + s * panels.stride, widen(from + s * operand.stride + c));
+    } else {
+      for (int64_t s = 0; s < steps; ++s)
+        store(panel + s * panels.stride, widen_some(from + s * operand.stride + c, there - c));
+    }
+  }
+}
+
+// A packed tile as floats in the scratch. Runs that adjoin there become one if `join`.
+template <class T>
+void widen_tile(const Tile<T>& tile, const Scratch<float>& scratch, int64_t head_size, bool join,
+                Tile<float>& wide) {
+  wide.count = 0;
+  for (int which = 0; which < 2; ++which)
+    wide.operands[which] = panels_of(which == KEYS, head_size, W, 1);
+  for (int i = 0; i < tile.count; ++i) {
+    const Run<T>& run = tile.runs[i];
+    float* at[2];
+    for (int which = 0; which < 2; ++which) {
+      const bool keys = which == KEYS;
+      at[which] = scratch.packed[which] + run.slot * head_size;
+      widen_operand<T>(at[which], wide.operands[which], run.at[which], tile.operands[which],
+                       keys ? head_size : run.tokens, keys ? run.tokens : head_size,
+                       keys ? run.there : head_size);
+    }
+    Run<float>* last = wide.count ? &wide.runs[wide.count - 1] : nullptr;
+    if (join && last && last->slot + last->tokens == run.slot)
+      last->tokens = last->there += run.tokens;
+    else
+      wide.runs[wide.count++] = {{at[KEYS], at[VALUES]}, run.first, run.tokens, run.tokens,
+                                 run.slot};
+  }
+}
+
 // Packs keys and values whose columns lie across memory, which a product cannot read.
 template <class T>
 void pack_tile(Tile<T>& tile, Scratch<T>& scratch, int64_t head_size) {

@@ -1,7 +1,7 @@
 // Vectors of W floats in registers, conversions, and how elements enter a multiply-add.
 //
 // isa/NAME.h defines W, REGISTER_ROWS, register_vectors and register_vectors_in_place (product.h),
-// includes this file and adds what it has instructions for:
+// WIDENS (attend.h), includes this file and adds what it has instructions for:
 //   widen(const f16*), narrow(vf, f16*)
 //   reduce_max, reduce_add, exp2 of vf, widen and narrow of bf16, in place of the templates here
 //   Dot<T> for element types that are not multiplied as floats
@@ -154,6 +154,20 @@ struct Dot {
   //          apart
   static RELAY_INLINE int64_t pack(T*, int64_t, const T*, int64_t, bool, int64_t) { return 0; }
 };
+
+// The steps of one vector of a packed panel, as floats. p: [W, Dot::steps]
+template <class T>
+RELAY_INLINE void widen_steps(const T* p, vf (&x)[Dot<T>::steps]) {
+  if constexpr (Dot<T>::steps == 1) {
+    x[0] = widen(p);
+  } else {
+    static_assert(Dot<T>::steps == 2 && sizeof(T) == sizeof(bf16), "pairs of bf16");
+    vi pairs;
+    __builtin_memcpy(&pairs, p, sizeof pairs);
+    x[0] = (vf)(pairs << 16);
+    x[1] = (vf)(pairs & (int)0xffff0000);
+  }
+}
 
 }  // namespace
 }  // namespace relay

@@ -16,6 +16,7 @@ constexpr int W = 8;
 namespace relay {
 namespace {
 
+constexpr bool WIDENS = true;
 constexpr int REGISTER_ROWS = 4;
 constexpr int register_vectors(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 3; }
 constexpr int register_vectors_in_place(int rows) { return register_vectors(rows); }

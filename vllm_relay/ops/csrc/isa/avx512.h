@@ -16,6 +16,7 @@ constexpr int W = 16;
 namespace relay {
 namespace {
 
+constexpr bool WIDENS = true;
 constexpr int REGISTER_ROWS = 8;
 constexpr int register_vectors(int rows) {
   return rows <= 2 ? 8 : rows <= 4 ? 6 : rows <= 6 ? 4 : 3;

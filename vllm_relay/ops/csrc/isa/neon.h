@@ -19,6 +19,7 @@ namespace relay {
 namespace {
 
 // One register more than the sums and the columns holds the weight of a row.
+constexpr bool WIDENS = false;
 constexpr int REGISTER_ROWS = 8;
 constexpr int register_vectors(int rows) {
   return rows <= 2 ? 8 : rows <= 4 ? 5 : rows <= 6 ? 4 : 3;

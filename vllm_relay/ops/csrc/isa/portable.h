@@ -15,6 +15,7 @@ constexpr int W = 4;
 namespace relay {
 namespace {
 
+constexpr bool WIDENS = false;
 constexpr int REGISTER_ROWS = 4;
 constexpr int register_vectors(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 constexpr int register_vectors_in_place(int rows) { return register_vectors(rows); }
