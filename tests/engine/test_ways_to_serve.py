@@ -3,8 +3,10 @@ in relay is seen in its answers.
 """
 
 import json
+import math
 import re
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,11 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from benchmarks.harness.random_model import VOCABULARY, write_model
 from tests.engine.engine import ROOT, run_engine
 from tests.engine.run_ways import CHUNK, prompts
+from tests.engine.scraped import PROMETHEUS, queries, scraping
 from tests.engine.served import Served
 from tests.engine.system_kv import run_relay
 from tests.soak.differential import differences, write_adapter
+from vllm_relay.monitoring.prometheus import COUNTERS
 from vllm_relay.serving import processes
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -42,6 +46,13 @@ LIMITS = {
     "long_prefill_token_threshold": CHUNK,
 }
 TWO_WORKERS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+TWICE = ["--data-parallel-size", "2", "--api-server-count", "2"]
+SERVER = {
+    "PYTHONPATH": str(ROOT),
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
 REGEX = "[a-f]{2,5}-[0-9]{2,5}"
 COMPILED = ("greedy", "sampled", "beams", "structured", "priority", "chunked", "woken")
 
@@ -202,26 +213,7 @@ def test_two_pipeline_stages(model: Path, stock: dict[str, Any]) -> None:
 def test_data_parallel_engines_behind_two_api_servers_restarted_under_load(
     model: Path, stock: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"min_saved_tokens": 0, "system_kv": _build(model, tmp_path)}
-    options = {
-        "additional-config": json.dumps({"relay": settings}),
-        "attention-backend": "relay",
-        "worker-extension-cls": "tests.engine.in_worker.WorkerExtension",
-        "dtype": "float32",
-        "max-model-len": 512,
-        "max-num-seqs": 16,
-        "block-size": BLOCK,
-        "num-gpu-blocks-override": 64,
-    }
-    flags = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
-    flags.append("--enforce-eager")
-    twice = ["--data-parallel-size", "2", "--api-server-count", "2"]
-    env = {
-        "PYTHONPATH": str(ROOT),
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
+    flags = _flags(model, tmp_path)
     port = processes.free_port()
     monkeypatch.setattr(processes, "free_port", lambda: port)
 
@@ -235,7 +227,7 @@ def test_data_parallel_engines_behind_two_api_servers_restarted_under_load(
         return served
 
     log = tmp_path / "first.log"
-    with processes.serving(model, [*flags, *twice], log, env=env) as server:
+    with processes.serving(model, [*flags, *TWICE], log, env=SERVER) as server:
         served = check(server, tmp_path / "first", 2)
         served.rpc("plant", "lse")
         assert differences([served.answers()], [stock["greedy"]["answers"]])[0]
@@ -243,8 +235,55 @@ def test_data_parallel_engines_behind_two_api_servers_restarted_under_load(
             server._child.terminate()
         server._child.wait(60)
     # On one engine, which starts faster than two.
-    with processes.serving(model, flags, tmp_path / "second.log", env=env) as server:
+    with processes.serving(model, flags, tmp_path / "second.log", env=SERVER) as server:
         check(server, tmp_path / "second", 1)
+
+
+@pytest.mark.skipif(PROMETHEUS is None, reason="this machine has no prometheus")
+def test_prometheus_shows_what_the_workers_count_in_every_panel(
+    model: Path, tmp_path: Path
+) -> None:
+    flags, log = _flags(model, tmp_path), tmp_path / "server.log"
+    with (
+        processes.serving(model, [*flags, *TWICE], log, env=SERVER) as server,
+        scraping(server.url, tmp_path / "prometheus") as prometheus,
+    ):
+        served = Served(server.url, model, prompts(PREFIXES))
+        for _ in range(3):  # rates need load in several scrapes
+            served.answers()
+            time.sleep(2)
+        (tmp_path / "counters").mkdir()
+        served.rpc("write_counters", str(tmp_path / "counters"))
+        workers = [json.loads(file.read_text()) for file in (tmp_path / "counters").iterdir()]
+        assert len(workers) == 2 and min(worker["steps_relayed"] for worker in workers) >= 4
+        for name in COUNTERS:
+            expected = sorted(worker[name] for worker in workers)
+            shown = prometheus.wait(
+                f"vllm:relay_{name}_total", lambda x, y=expected: sorted(x.values()) == y
+            )
+            assert sorted(shown.values()) == expected, name
+        for panel, query in queries(ROOT / "deploy/grafana-dashboard.json").items():
+            shown = prometheus.values(query)
+            assert shown and all(math.isfinite(value) for value in shown.values()), panel
+        (saved,) = prometheus.values("sum(vllm:relay_kv_bytes_not_read_total)").values()
+        assert saved == sum(worker["kv_bytes_not_read"] for worker in workers)
+
+
+def _flags(model: Path, folder: Path) -> list[str]:
+    """Options of a server with both system KVs, which are built in the folder."""
+    settings = {"min_saved_tokens": 0, "system_kv": _build(model, folder)}
+    options = {
+        "additional-config": json.dumps({"relay": settings}),
+        "attention-backend": "relay",
+        "worker-extension-cls": "tests.engine.in_worker.WorkerExtension",
+        "dtype": "float32",
+        "max-model-len": 512,
+        "max-num-seqs": 16,
+        "block-size": BLOCK,
+        "num-gpu-blocks-override": 64,
+    }
+    flags = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
+    return [*flags, "--enforce-eager"]
 
 
 def _build(model: Path, folder: Path) -> list[str]:

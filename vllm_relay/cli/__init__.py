@@ -17,6 +17,7 @@ from vllm_relay.cli.calibrate import calibrate
 from vllm_relay.cli.console import out
 from vllm_relay.cli.doctor import doctor
 from vllm_relay.cli.engine import ENGINE_OPTIONS, ESCAPE
+from vllm_relay.cli.top import top
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -31,6 +32,7 @@ app.command()(explain.explain)
 app.command(context_settings=ENGINE_OPTIONS)(calibrate)
 app.command(context_settings=ENGINE_OPTIONS)(doctor)
 app.command(context_settings=ENGINE_OPTIONS)(bench)
+app.command()(top)
 
 
 def _print_version(asked: bool) -> None:
