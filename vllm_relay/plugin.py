@@ -5,7 +5,8 @@ that asks for neither the backend nor a system KV.
 """
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from vllm_relay import compat, metrics
@@ -62,12 +63,14 @@ def _install() -> None:
 
 # Imported when an engine is configured: they load torch.
 def _configure(engine_args: Any) -> None:
-    from vllm_relay.monitoring.prometheus import publish
     from vllm_relay.system_kv import admission
 
     admission.configure(engine_args)
-    names = engine_args.served_model_name or engine_args.model
-    publish(names if isinstance(names, str) else names[0])
+    with _unmeasured():
+        from vllm_relay.monitoring.prometheus import publish
+
+        names = engine_args.served_model_name or engine_args.model
+        publish(names if isinstance(names, str) else names[0])
 
 
 def _admit(vllm_config: Any, chat_template: str | None) -> None:
@@ -80,13 +83,20 @@ def _admit(vllm_config: Any, chat_template: str | None) -> None:
 
 def _answer(worker: Any) -> None:
     """Let a worker that was just made answer those who serve its engine's metrics."""
-    from vllm_relay.monitoring.channel import answer
+    with _unmeasured():
+        from vllm_relay.monitoring.channel import answer
 
-    engine = worker.vllm_config.parallel_config.data_parallel_index
-    try:
+        engine = worker.vllm_config.parallel_config.data_parallel_index
         answer(
             f"{engine}-{worker.rank}-{os.getpid()}",
             lambda: {"engine": engine, "counters": metrics.counters(wait=False)},
         )
-    except OSError as error:
-        metrics.say_once(f"its counters are not in /metrics: {error}")
+
+
+@contextmanager
+def _unmeasured() -> Iterator[None]:
+    """Context whose errors cost relay's metrics alone, and one line."""
+    try:
+        yield
+    except Exception as error:
+        metrics.say_once(f"its counters are not in /metrics: {type(error).__name__}: {error}")

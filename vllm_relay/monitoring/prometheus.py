@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
+from vllm_relay import metrics
 from vllm_relay.monitoring import channel
 from vllm_relay.patching import wrap
 
@@ -44,9 +45,19 @@ class RelayCollector(Collector):
         """No metric: the registry does not ask the workers when this is registered."""
         return []
 
-    def collect(self) -> Iterator[Metric]:
-        """The metrics as of now, in at most `channel.PATIENCE` seconds; none before a worker."""
-        self._heard |= channel.ask()
+    def collect(self) -> list[Metric]:
+        """The metrics as of now, in at most `channel.PATIENCE` seconds; none before a worker.
+
+        Whatever fails, vLLM's own metrics are served.
+        """
+        try:
+            self._heard |= channel.ask()
+            return list(self._families())
+        except Exception as error:
+            metrics.say_once(f"its counters are not in /metrics: {type(error).__name__}: {error}")
+            return []
+
+    def _families(self) -> Iterator[Metric]:
         engines: dict[str, list[channel.Report]] = defaultdict(list)
         for _, report in sorted(self._heard.items()):
             engines[str(report["engine"])].append(report["counters"])

@@ -5,9 +5,10 @@ import os
 import subprocess
 import sys
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.unit.monitoring.workers import ROOT, heard, worker
@@ -72,6 +73,23 @@ def test_a_worker_that_is_busy_counts_as_when_it_was_heard(monkeypatch: pytest.M
         heard(len(COUNTERS), lambda: scrape(collector))
     monkeypatch.setattr(channel, "ask", dict)
     assert scrape(collector)["vllm:relay_steps_total", "model", "0"] == 5
+
+
+@pytest.mark.parametrize("answer", [OSError("no /proc/net"), {"0-0": {"engine": 0}}])
+def test_what_fails_costs_no_metric_of_vllms(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask() -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(channel, "ask", ask)
+    said: list[str] = []
+    monkeypatch.setattr(metrics, "say_once", said.append)
+    registry = CollectorRegistry()
+    Gauge("vllms_own", "A metric.", registry=registry)
+    registry.register(RelayCollector("model"))
+    assert b"vllms_own 0.0" in generate_latest(registry)
+    assert said and all(line.startswith("its counters are not in /metrics: ") for line in said)
 
 
 @pytest.mark.parametrize("several", [False, True])
