@@ -56,7 +56,7 @@ def test_all_parts_run_for_nine_minutes_by_default(monkeypatch: pytest.MonkeyPat
     assert args.out == ROOT / "benchmarks" / "results"
 
 
-def test_a_quick_run_alone_is_two_parts_of_two_minutes() -> None:
+def test_a_quick_run_alone_is_two_parts_with_less_time() -> None:
     args = gpu_check.parse(["--quick"])
     assert (args.parts, args.minutes) == (["kernels", "parity"], 3.5)
     args = gpu_check.parse(["--quick", "op"])

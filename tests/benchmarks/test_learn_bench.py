@@ -1,4 +1,4 @@
-"""What `bench_learn.py` asks of two engines and makes of their answers."""
+"""Requests of `bench_learn.py` to two engines, and the rows made of their answers."""
 
 from contextlib import nullcontext
 from pathlib import Path

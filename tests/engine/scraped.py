@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from vllm_relay.serving.processes import free_port
+from vllm_relay.serving.processes import Process, free_port
 
 PROMETHEUS = shutil.which("prometheus")
 _CONFIG = """
@@ -54,10 +53,8 @@ def scraping(url: str, folder: Path) -> Iterator[Prometheus]:
     config, address = folder / "prometheus.yml", f"127.0.0.1:{free_port()}"
     config.write_text(_CONFIG.format(target=url.removeprefix("http://")))
     flags = [f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
-    with (folder / "log").open("w") as log:
-        child = subprocess.Popen(
-            [str(PROMETHEUS), *flags, f"--web.listen-address={address}"], stdout=log, stderr=log
-        )
+    command = [str(PROMETHEUS), *flags, f"--web.listen-address={address}"]
+    child = Process(command, folder / "log", None)
     try:
         for _ in range(120):
             try:
@@ -65,12 +62,11 @@ def scraping(url: str, folder: Path) -> Iterator[Prometheus]:
                     break
             except httpx.HTTPError:
                 pass
-            assert child.poll() is None, (folder / "log").read_text()
+            assert child.poll() is None, child.text()
             time.sleep(0.5)
         yield Prometheus(f"http://{address}")
     finally:
         child.kill()
-        child.wait()
 
 
 def queries(dashboard: Path) -> dict[str, str]:

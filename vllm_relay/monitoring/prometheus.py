@@ -38,6 +38,10 @@ class RelayCollector(Collector):
     """
 
     def __init__(self, model_name: str) -> None:
+        self.begin(model_name)
+
+    def begin(self, model_name: str) -> None:
+        """Serve the engine that is started next; workers heard before are forgotten."""
         self.model_name = model_name
         self._heard: dict[str, channel.Report] = {}
 
@@ -103,7 +107,7 @@ def publish(model_name: str) -> None:
     """
     global _collector
     if _collector is not None:
-        _collector.model_name = model_name
+        _collector.begin(model_name)
         return
     _collector = collector = RelayCollector(model_name)
     REGISTRY.register(collector)

@@ -38,7 +38,8 @@ def configure(engine_args: Any) -> None:
     if isinstance(given, Mapping):
         given = KVTransferConfig(**given)
     present = [] if given is None else [read_settings(extra) for _, extra in _our_entries(given)]
-    if not (ours.files or ours.learn) and not present:
+    asked = bool(ours.files) or ours.learn
+    if not asked and not present:
         return
     if engine_args.kv_offloading_size is not None:
         raise ValueError(
@@ -46,9 +47,7 @@ def configure(engine_args: Any) -> None:
             "OffloadingConnector in --kv-transfer-config instead, both run then"
         )
     if present:
-        if (ours.files or ours.learn) and present != [
-            ours
-        ]:  # the same: these arguments were used before
+        if asked and present != [ours]:  # the same: these arguments were used before
             raise ValueError(
                 "system KVs are named twice: in additional_config['relay'] and kv_transfer_config"
             )

@@ -75,6 +75,15 @@ def test_a_worker_that_is_busy_counts_as_when_it_was_heard(monkeypatch: pytest.M
     assert scrape(collector)["vllm:relay_steps_total", "model", "0"] == 5
 
 
+def test_workers_of_the_engine_before_are_forgotten() -> None:
+    collector = RelayCollector("first")
+    with worker("0-0", report(0, 5)):
+        heard(len(COUNTERS), lambda: scrape(collector))
+    channel.open_channel()
+    collector.begin("second")
+    assert scrape(collector) == {}
+
+
 @pytest.mark.parametrize("answer", [OSError("no /proc/net"), {"0-0": {"engine": 0}}])
 def test_what_fails_costs_no_metric_of_vllms(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def ask() -> Any:

@@ -43,7 +43,7 @@ def worker(name: str, report: str, seconds: float = 0.0) -> Iterator[subprocess.
 
 
 def heard(count: int, ask: Any = channel.ask) -> Any:
-    """What `ask` returns once it has that many entries: a busy machine answers late."""
+    """Answer of `ask` once it has that many entries: a busy machine answers late."""
     for _ in range(100):
         if len(found := ask()) == count:
             return found
