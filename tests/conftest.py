@@ -3,6 +3,7 @@
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,12 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files with slow tests first; skip the tests marked ``gpu`` without a CUDA GPU.
+    """Put files with most slow tests first; skip the tests marked ``gpu`` without a CUDA GPU.
 
     A long file started last would leave the other process without work.
     """
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

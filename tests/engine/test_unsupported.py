@@ -31,12 +31,13 @@ def _versioned(folder: Path, version: str) -> dict[str, str]:
     return {"PYTHONPATH": f"{folder / 'site'}:{ROOT}", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
-@pytest.mark.parametrize("version", ["0.25.1", "0.34.0"])
-def test_stock_answers_alike_with_one_line_and_relay_is_one_error(
-    version: str, tmp_path: Path
-) -> None:
-    model = write_random_model(tmp_path / "model", 4, 2, 64)
-    spec: dict[str, Any] = {
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_model(tmp_path_factory.mktemp("model") / "model", 4, 2, 64)
+
+
+def _spec(model: Path) -> dict[str, Any]:
+    return {
         "engine": {
             "model": str(model),
             "skip_tokenizer_init": True,
@@ -49,10 +50,22 @@ def test_stock_answers_alike_with_one_line_and_relay_is_one_error(
         "force": None,
         "passes": [(None, 12)],
     }
-    known = run_engine(tmp_path, spec)
-    assert "relay" not in known["log"]
+
+
+@pytest.fixture(scope="module")
+def known(model: Path) -> dict[str, Any]:
+    """Stock vLLM on a supported version."""
+    found = run_engine(model.parent, _spec(model))
+    assert "relay" not in found["log"]
+    return found
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.34.0"])
+def test_stock_answers_alike_with_one_line_and_relay_is_one_error(
+    version: str, model: Path, known: dict[str, Any], tmp_path: Path
+) -> None:
     env = _versioned(tmp_path, version)
-    result = run_engine(tmp_path, spec, **env)
+    result = run_engine(tmp_path, _spec(model), **env)
     # logprobs of an engine in a process of its own, with bound threads, may differ in the last bits
     assert result["passes"][0]["tokens"] == known["passes"][0]["tokens"]
     lines = [line for line in result["log"].splitlines() if "relay: " in line]
