@@ -55,8 +55,9 @@ def _counts(python: str, *arguments: str) -> Row:
     print(" ".join(command), flush=True)
     done = subprocess.run(command, cwd=setup_env.ROOT, stdout=subprocess.PIPE, text=True)
     print(done.stdout, flush=True)
-    summary = done.stdout.strip().rpartition("\n")[2]
-    counts = {word: int(n) for n, word in re.findall(r"(\d+) ([a-z]+)", summary)}
+    # The engine's log may follow the summary.
+    summaries = re.findall(r"^=+ (.*) in [0-9.]+s", done.stdout, re.M)
+    counts = {word: int(n) for n, word in re.findall(r"(\d+) ([a-z]+)", "".join(summaries[-1:]))}
     if done.returncode not in (0, 1) or "passed" not in counts:
         raise RuntimeError(f"pytest ended with status {done.returncode}")
     counts["errors"] = counts.get("errors", 0) + counts.get("error", 0)

@@ -3,7 +3,8 @@
     python -m tests.engine.host
 
 One run per line of stdin, as JSON: ``script`` (a path), ``argv``, ``cwd``, ``env`` (all of it) and
-``log``, the file that gets both output channels. One line of stdout per run: its exit status.
+``log``, the file that gets both output channels. One line of stdout per run: its exit status. What
+else is written to stdout, as the log of vLLM is, goes to stderr.
 """
 
 import json
@@ -67,13 +68,16 @@ def run(given: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     preload()
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
             run(json.loads(line))
             return
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(status, file=answers, flush=True)
 
 
 if __name__ == "__main__":
