@@ -44,7 +44,7 @@ RUNS = (
         "--prefix 64 2048 --requests 16 --repeats 3",
         "--prefix 64 128 256 512 1024 2048 4096 8192 --mix 64 128 --mix 128 256 --mix 256 512",
     ),
-    Run("fewshot", "--subjects 2 --examples 0 5 --questions 16 --repeats 5", ""),
+    Run("fewshot", "--subjects 2 --examples 0 20 --questions 16 --repeats 3", ""),
     Run(
         "needles",
         "--document 2048 --questions 1 16 --repeats 3 --min-seconds 25",

@@ -2,6 +2,7 @@
 
 import argparse
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -33,7 +34,8 @@ class Measured:
         seconds, prefill_seconds, decode_tok_s: system -> a value per round. tokens: of a round.
         distances: system -> distance from the baseline's answers, the largest of all rounds.
         counted: relay system -> its counters over the rounds, see `vllm_relay.metrics.counters`.
-        right: system -> right answers in the last round.
+        right: system -> right answers, of `asked` prompts. parted: system -> answers that part from
+        the baseline's.
     """
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -42,7 +44,9 @@ class Measured:
     tokens: int = 0
     distances: dict[str, Distance] = field(default_factory=dict)
     counted: dict[str, dict[str, int]] = field(default_factory=dict)
-    right: dict[str, int] = field(default_factory=dict)
+    right: Counter[str] = field(default_factory=Counter)
+    asked: int = 0
+    parted: Counter[str] = field(default_factory=Counter)
 
     def speed_up(self, key: str) -> tuple[float, float, float]:
         """Speed-up of a system over the baseline: median, minimum and maximum of the rounds."""
@@ -84,7 +88,9 @@ class Measured:
                 logprob_worst=round(self.distances[key].worst, 5),
                 steps_relayed=self.counted.get(key, {}).get("steps_relayed", ""),
             )
-            rows.append(row | ({"right": self.right[key]} if self.right else {}))
+            if self.asked:
+                row |= {"right": self.right[key], "asked": self.asked, "parted": self.parted[key]}
+            rows.append(row)
         return rows
 
 
@@ -95,13 +101,14 @@ class Workload:
     Attributes:
         columns: CSV columns that describe it. make_round: round number -> its prompts; round 0
             warms up and is not measured. forget: empty the prefix caches before each round.
-        right: answers of a round -> how many are right.
+        right: round number and its answers -> how many are right. relays: relay must relay steps.
     """
 
     columns: dict[str, Any]
     make_round: Callable[[int], Round]
     forget: bool = False
-    right: Callable[[list[Answer]], int] | None = None
+    right: Callable[[int, list[Answer]], int] | None = None
+    relays: bool = False
 
     @property
     def title(self) -> str:
@@ -162,10 +169,12 @@ def compare(
                 measured.seconds.setdefault(key, []).append(done.seconds)
                 measured.prefill_seconds.setdefault(key, []).append(done.prefill_seconds)
                 measured.decode_tok_s.setdefault(key, []).append(done.decode_tok_s)
-        if workload.right:
-            measured.right = {key: workload.right(found) for key, found in answers.items()}
+        if workload.right and number:
+            measured.asked += len(prompts)
+            measured.right.update({k: workload.right(number, x) for k, x in answers.items()})
         for key in answers:
             found = distance(answers[key], answers[REFERENCE])
+            measured.parted[key] += found.parted if number else 0
             previous = measured.distances.get(key, found)
             measured.distances[key] = max(previous, found, key=lambda x: (not x.agrees, x.rms))
         number += 1
@@ -238,6 +247,9 @@ def checked(
         measured = compare(started, workload, args.repeats, args.min_seconds, report)
     if wrong := measured.wrong():
         raise WrongAnswers(f"{workload.title}: {'; '.join(wrong)}; no speed is reported")
+    idle = [key for key, counted in measured.counted.items() if not counted["steps_relayed"]]
+    if workload.relays and idle:
+        raise WrongAnswers(f"{workload.title}: {SYSTEMS[idle[0]].label} relayed no step")
     return measured
 
 

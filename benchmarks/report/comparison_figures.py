@@ -45,16 +45,23 @@ def case_ratios(rows: list[Row]) -> list[Ratio]:
     ]
 
 
+def _scores(row: Row) -> list[str]:
+    """Right answers, and answers that part from the baseline's; older rows lack the second."""
+    asked = row.get("asked") or row["questions"]
+    return [f"{row['right']:,} of {asked:,}", shown(row.get("parted", ""))]
+
+
 def cases_table(rows: Sequence[Row], columns: Sequence[str]) -> str:
     """Markdown table of rows of `latin_square.Measured.rows`."""
-    right = ["right"] if any(row.get("right") not in (None, "") for row in rows) else []
+    scored = any(row.get("right") not in (None, "") for row in rows)
+    right = ["right", "other tokens"] if scored else []
     return table(
         [*(x.replace("_", " ") for x in columns), *latin_square.HEADINGS, *right],
         (
             [
                 *(shown(row[x]) for x in columns),
                 *latin_square.cells(row),
-                *(f"{row[x]} of {row['questions']}" for x in right),
+                *(_scores(row) if scored else ()),
             ]
             for row in rows
         ),

@@ -64,8 +64,10 @@ SECTIONS = (
     Section(
         "fewshot", "Few-shot prompts of many subjects",
         "Table 3 of the RelayAttention paper in shape: the questions on a subject share its "
-        "examples. Prefix caches are emptied before every round. KV files of the shared prefixes "
-        "are built beforehand, outside the timing; without examples they are too short to use.",
+        "examples. `right` counts the answers that begin with the right letter, `other tokens` "
+        "those that part from vLLM's. Prefix caches are emptied before every round. KV files of "
+        "the shared prefixes are built beforehand, outside the timing; without examples they are "
+        "too short to use.",
         comparison_figures.fewshot, comparison_figures.case_ratios,
     ),
     Section(

@@ -2,9 +2,10 @@
 
     python benchmarks/suites/bench_fewshot.py --save
 
-The RelayAttention paper's (arXiv 2402.14808) table 3 in shape: 57 subjects, as MMLU has, each with
-k examples that its questions share. Questions are made up here; nothing is downloaded. Prefix
-caches are emptied before each round, so that the KV of the examples is computed once per round.
+The RelayAttention paper's (arXiv 2402.14808) table 3 in shape: the questions on a subject share its
+examples, and the letter that an answer begins with is scored. Questions are made up here; nothing
+is downloaded. Prefix caches are emptied before each round, so that the KV of the examples is
+computed once per round.
 """
 
 import argparse
@@ -16,12 +17,12 @@ from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.harness.engines import Limits
+from benchmarks.harness.engines import KV_BLOCK, Limits
 from benchmarks.harness.environment import model_path
 from benchmarks.harness.latin_square import Comparison, Round, Workload, add_options, run
+from vllm_relay.serving.agreement import Answer
 from vllm_relay.serving.systems import FOUR
 
-SUBJECTS = 57
 THINGS = (
     *("apples", "bricks", "candles", "drums", "eggs", "ferries", "gloves", "hats", "inkpots"),
     *("jars", "kites", "lamps", "maps", "nails", "oars", "pens", "quilts", "ropes", "stamps"),
@@ -58,14 +59,25 @@ def make_workload(tokenizer: Tokenizer, examples: int, args: argparse.Namespace)
     def tokens(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def make_round(number: int) -> Round:
-        prompts = [
-            tokens(shared_text(subject, examples))
-            + tokens(question(subject, args.questions * number + i)[0])
+    def asked(number: int) -> list[tuple[int, str, str]]:
+        """Subject, question and right letter of a round's prompts."""
+        return [
+            (subject, *question(subject, args.questions * number + i))
             for subject in range(args.subjects)
             for i in range(args.questions)
         ]
+
+    def make_round(number: int) -> Round:
+        prompts = [
+            tokens(shared_text(subject, examples)) + tokens(text)
+            for subject, text, _ in asked(number)
+        ]
         return prompts, [args.steps] * len(prompts)
+
+    def right(number: int, answers: list[Answer]) -> int:
+        texts = [tokenizer.decode([token for token, *_ in answer]) for answer in answers]
+        letters = [letter for *_, letter in asked(number)]
+        return sum(text.startswith(x) for text, x in zip(texts, letters, strict=True))
 
     shared = [len(tokens(shared_text(subject, examples))) for subject in range(args.subjects)]
     columns = {
@@ -74,17 +86,18 @@ def make_workload(tokenizer: Tokenizer, examples: int, args: argparse.Namespace)
         "subjects": args.subjects,
         "questions": args.questions,
     }
-    return Workload(columns, make_round, forget=True)
+    relays = args.questions > 1 and min(shared) >= KV_BLOCK
+    return Workload(columns, make_round, forget=True, right=right, relays=relays)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="folder of a model; SmolLM2-135M by default")
-    parser.add_argument("--examples", type=int, nargs="+", default=[0, 1, 3, 5])
-    parser.add_argument("--subjects", type=int, default=SUBJECTS)
+    parser.add_argument("--examples", type=int, nargs="+", default=[0, 5, 20])
+    parser.add_argument("--subjects", type=int, default=8)
     parser.add_argument("--questions", type=int, default=32, help="per subject and round")
     parser.add_argument("--steps", type=int, default=8, help="tokens of each answer")
-    parser.add_argument("--at-once", type=int, default=64, help="requests in a step, at most")
+    parser.add_argument("--at-once", type=int, default=32, help="requests in a step, at most")
     add_options(parser, repeats=3)
     args = parser.parse_args(argv)
     model = args.model or model_path()
@@ -97,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     ]
     limits = Limits(max(map(len, prefixes)) + 256, args.at_once)
     cases = [make_workload(tokenizer, examples, args) for examples in args.examples]
-    title, columns = f"{args.subjects} subjects", ("examples", "shared_tokens")
+    title, columns = f"{args.subjects} subjects", ("examples", "shared_tokens", "right")
     comparison = Comparison("fewshot", title, columns, FOUR, limits, cases, prefixes)
     return run(comparison, model, args)
 

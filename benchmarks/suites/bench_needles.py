@@ -68,7 +68,7 @@ def make_workloads(tokenizer: Any, args: argparse.Namespace) -> tuple[list[int],
             prompts = [ask(f"{number}, {i}", name) for i, (name, _) in enumerate(asked)]
             return prompts, [args.steps] * count
 
-        def right(answers: list[Answer]) -> int:
+        def right(number: int, answers: list[Answer]) -> int:
             texts = [tokenizer.decode([token for token, *_ in answer]) for answer in answers]
             return sum(word in text.lower() for text, (_, word) in zip(texts, asked, strict=True))
 

@@ -290,8 +290,8 @@ def test_words_that_were_planted_are_recognised() -> None:
 
     names = [tokenizer.decode(prompt).split()[-2] for prompt in prompts]
     answers = [answer(p, words[name]) for p, name in zip(prompts, names, strict=True)]
-    assert cases[1].right is not None and cases[1].right(answers) == 5
-    assert cases[1].right([answer(prompts[0], "no word of ours"), *answers[1:]]) == 4
+    assert cases[1].right is not None and cases[1].right(1, answers) == 5
+    assert cases[1].right(1, [answer(prompts[0], "no word of ours"), *answers[1:]]) == 4
     # too short for a fact
     with pytest.raises(SystemExit, match="hold no fact"):
         bench_needles.make_workloads(tokenizer, bench_needles.parse(["--document", "8"]))

@@ -35,6 +35,7 @@ class Distance:
 
     rms: float  # over all answers
     worst: float  # of the answer that is farthest off
+    parted: int = 0  # answers with another token somewhere
 
     @property
     def agrees(self) -> bool:
@@ -47,17 +48,19 @@ class Distance:
 
 def distance(ours: Sequence[Answer], theirs: Sequence[Answer]) -> Distance:
     """Distance between answers to the same prompts."""
-    per_answer = []
+    per_answer, parted = [], 0
     for a, b in zip(ours, theirs, strict=True):
         squares = []
         for (token, logprob, lead), (other, other_logprob, other_lead) in zip(a, b, strict=True):
             if token != other:
                 squares.append(((lead + other_lead) / 2) ** 2)
+                parted += 1
                 break
             squares.append((logprob - other_logprob) ** 2)
         per_answer.append(squares)
     total = statistics.mean(x for squares in per_answer for x in squares)
-    return Distance(math.sqrt(total), math.sqrt(max(map(statistics.mean, per_answer))))
+    worst = max(map(statistics.mean, per_answer))
+    return Distance(math.sqrt(total), math.sqrt(worst), parted)
 
 
 def greedy(server: Server, prompts: Sequence[str]) -> list[Answer]:
