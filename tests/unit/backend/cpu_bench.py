@@ -94,7 +94,7 @@ def make_bench(
         return {"layer": layer}
 
     with (
-        mock.patch.object(cpu_attn, "get_current_vllm_config", lambda: config),
+        mock.patch.object(cpu_attn, "get_current_vllm_config", lambda: config, create=True),
         mock.patch.object(cpu_attn, "_get_attn_isa", lambda *args: isa),
         mock.patch.object(cpu_attn, "get_layers_from_vllm_config", layers, create=True),
         mock.patch.object(
