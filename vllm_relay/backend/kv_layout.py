@@ -41,6 +41,22 @@ class _Operand:
     token: _Axis
     channel: _Axis
 
+    def rows(self, block: torch.Tensor) -> torch.Tensor:
+        """``[block_size, H, D]`` of one block ``[H, block_size, 2 * D]``, if possible a view."""
+        token, channel = self.token, self.channel
+        elements = block.as_strided(
+            (
+                *(token.size // token.inner, token.inner, block.shape[0]),
+                *(channel.size // channel.inner, channel.inner),
+            ),
+            (
+                *(token.outer_stride, token.inner_stride, block.stride(0)),
+                *(channel.outer_stride, channel.inner_stride),
+            ),
+            block.storage_offset() + self.offset,
+        )
+        return elements.reshape(token.size, block.shape[0], channel.size)
+
     def for_kernels(self, kv_cache: torch.Tensor, columns: _Axis, steps: _Axis) -> Operand | None:
         """The operand as the CPU kernels read it; None where they cannot.
 
@@ -75,6 +91,13 @@ class BlockLayout:
 
     key: _Operand
     value: _Operand
+
+    def rows(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[block_size, H, D]`` of one block ``[H, block_size, 2 * D]``.
+
+        The block's last two dimensions are contiguous.
+        """
+        return self.key.rows(block), self.value.rows(block)
 
     def for_kernels(self, kv_cache: torch.Tensor) -> Layout | None:
         """The cache ``[num_blocks, H, block_size, 2 * D]`` as the CPU kernels read it in place.
