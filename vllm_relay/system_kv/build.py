@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from vllm_relay.config import CAPTURE_CONNECTOR
 from vllm_relay.system_kv import capture
 from vllm_relay.system_kv.cache_groups import STATE
 from vllm_relay.system_kv.file import SystemKVError, SystemKVFile, write_file
-from vllm_relay.system_kv.identity import identify
+from vllm_relay.system_kv.identity import engine_settings, identify
 from vllm_relay.system_kv.manifest import Identity, Layer, Manifest, tensor_names
 from vllm_relay.system_kv.prompts import Prompt
 
@@ -210,25 +209,11 @@ class Builder:
             text=self.tokenizer.decode(list(prompt.token_ids)) if self.tokenizer else None,
             **identity,
             layers=tuple(layers),
-            engine=self._engine(),
+            engine=engine_settings(self._config),
             created=datetime.now().astimezone().isoformat(timespec="seconds"),
             checksums={},
         )
         return manifest, write_file(path, manifest, tensors, self._scratch)
-
-    def _engine(self) -> dict[str, str]:
-        from vllm.platforms import current_platform
-
-        backend = self._config.attention_config.backend
-        return {
-            "vllm": metadata.version("vllm"),
-            "torch": metadata.version("torch"),
-            "transformers": metadata.version("transformers"),
-            "vllm_relay": metadata.version("vllm-relay"),
-            "device": str(current_platform.get_device_name()),
-            "attention_backend": "chosen by vLLM" if backend is None else backend.name,
-            "tensor_parallel_size": str(self._config.parallel_config.tensor_parallel_size),
-        }
 
 
 def padded_layers(kinds: Iterable[str]) -> float:

@@ -44,15 +44,19 @@ class SystemKVError(ValueError):
         super().__init__(one_line(message))
 
 
-def checksum(tensor: torch.Tensor) -> str:
-    """BLAKE3 of a CPU tensor's bytes, on as many threads as this process may use."""
+def checksum(tensor: torch.Tensor, threads: int = blake3.blake3.AUTO) -> str:
+    """BLAKE3 of a CPU tensor's bytes, by default on as many threads as this process may use."""
     data = tensor.contiguous().view(torch.uint8).flatten().numpy()
-    hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
+    hasher = blake3.blake3(max_threads=threads)
     return hasher.update(data.data).hexdigest()
 
 
 def write_file(
-    path: Path, manifest: Manifest, tensors: Mapping[str, torch.Tensor], scratch: Path
+    path: Path,
+    manifest: Manifest,
+    tensors: Mapping[str, torch.Tensor],
+    scratch: Path,
+    threads: int = blake3.blake3.AUTO,
 ) -> int:
     """Write a file, whole or not at all; an older file of that name stays until it is replaced.
 
@@ -60,6 +64,7 @@ def write_file(
         path: the file. manifest: its ``checksums`` are filled in here.
         tensors: CPU tensors ``[tokens, kv_heads, head_size]`` by name, see `tensor_names`.
         scratch: an existing folder on the same file system, for the unfinished file.
+        threads: of `checksum`.
 
     Returns:
         The size of the file in bytes.
@@ -79,7 +84,7 @@ def write_file(
                 f"{path}: tensor {name} must be {shape} {manifest.dtype}, is {found[0]} {found[1]}"
             )
     dense = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    checksums = {name: checksum(tensor) for name, tensor in dense.items()}
+    checksums = {name: checksum(tensor, threads) for name, tensor in dense.items()}
     text = replace(manifest, checksums=checksums).to_json()
     try:
         checked(Manifest, json.loads(text), "")

@@ -92,6 +92,22 @@ def identify(vllm_config: Any, chat_template: str | None = None) -> Identity:
     )
 
 
+def engine_settings(vllm_config: Any) -> dict[str, str]:
+    """A manifest's ``engine``: versions and settings of this engine."""
+    from vllm.platforms import current_platform
+
+    backend = vllm_config.attention_config.backend
+    return {
+        "vllm": version("vllm"),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "vllm_relay": version("vllm-relay"),
+        "device": str(current_platform.get_device_name()),
+        "attention_backend": "chosen by vLLM" if backend is None else backend.name,
+        "tensor_parallel_size": str(vllm_config.parallel_config.tensor_parallel_size),
+    }
+
+
 def local_folder(name: str, revision: str | None, vllm_config: Any) -> Path:
     """The folder (or single file) of a model or tokenizer, given by path or hub name.
 
