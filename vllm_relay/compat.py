@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 # First engine version accepted, first one refused; a test holds pyproject.toml to it.
 SUPPORTED = (0, 26), (0, 34)
 BACKEND_PATH = "vllm_relay.backend.RelayBackend"
-# vLLM's speculation methods without a draft model, whose drafts have no KV of their own.
-DRAFTS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
 
 
 def unsupported(version: str | None = None) -> str | None:
@@ -32,8 +30,7 @@ def unsupported(version: str | None = None) -> str | None:
     version = version or str(target("vllm.version:__version__"))
     low, high = SUPPORTED
     with suppress(ValueError):
-        major, minor = version.split("+")[0].split(".")[:2]
-        if low <= (int(major), int(minor)) < high:
+        if low <= tuple(map(int, version.split("+")[0].split(".")[:2])) < high:
             return None
     return f"it supports vLLM >= {low[0]}.{low[1]}, < {high[0]}.{high[1]}; found {version}"
 
@@ -43,8 +40,8 @@ def backend_member() -> Any:
 
     Why: a spawned engine unpickles its config before vLLM loads plugins there. A member is pickled
     by value, which that process does not know yet; ours is pickled as a call of this function.
-    Upstream: patches/0002; registration by name came with vllm-project/vllm#41091.
-    Remove when: all of `SUPPORTED` has patches/0002; the last branch: from 0.32 on.
+    Upstream: patches/0002; by name: vllm-project/vllm#41091. Remove when: all of `SUPPORTED` has
+    patches/0002; the last branch: from 0.32 on.
     """
     registry = importlib.import_module("vllm.v1.attention.backends.registry")
     enum = registry.AttentionBackendEnum
@@ -98,8 +95,7 @@ def honour_backend_on_cpu() -> None:
 def fall_back_on_cuda() -> None:
     """Serve a model that ``RELAY`` does not support by the backend that vLLM would choose.
 
-    Why: ``get_attn_backend_cls`` raises ValueError when the selected backend does not fit (MLA,
-    float32, ...), and the engine does not start.
+    Why: where it does not fit (MLA, float32, ...), it is a ValueError, and no engine starts.
     Upstream: intended there, vllm-project/vllm#27424. Remove when: a backend can be preferred only.
     """
 
@@ -123,8 +119,8 @@ def keep_all_cores() -> None:
 
     @wrap(target("vllm.utils.ompmultiprocessing:OMPProcessManager"), "__init__")
     def init(stock: Any, self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        given = config.kv_transfer_config
-        if given is not None and given.kv_connector in (CONNECTOR, CAPTURE_CONNECTOR):
+        given = getattr(config.kv_transfer_config, "kv_connector", None)
+        if given in (CONNECTOR, CAPTURE_CONNECTOR):
             config = copy.copy(config)
             config.kv_transfer_config = None
         stock(self, config, *args, **kwargs)
@@ -133,8 +129,7 @@ def keep_all_cores() -> None:
 def capture_plain_graphs(graphs: "FullGraphs") -> None:
     """Capture full CUDA graphs with relay of runner V2 without it, too; choose at replay.
 
-    Why: a graph cannot know what its batches will share, and kernels that return at once still cost
-    a few microseconds per layer.
+    Why: a graph cannot know what its batches share; kernels that return at once cost microseconds.
     Upstream: none. Remove when: a builder can add a variant to ``BatchExecutionDescriptor``.
     """
     manager = target("vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager")
@@ -170,8 +165,7 @@ def extend_worker(started: Callable[[Any], None]) -> None:
     """Add ``llm.collective_rpc("relay_counters")`` to engines with relay; call ``started(worker)``.
 
     Why: ``collective_rpc`` calls methods of workers, and a KV connector is not given its worker.
-    Upstream: none for plugins; ``--worker-extension-cls`` takes one class, which is the user's.
-    Remove when: plugins can add worker methods, and connectors are given their worker.
+    Upstream: none; ``--worker-extension-cls`` is the user's. Remove when: both are possible.
     """
 
     @wrap(target("vllm.v1.worker.worker_base:WorkerBase"), "__init__")
@@ -191,28 +185,41 @@ def worker() -> Any:
     return found
 
 
-def add_engine_method() -> None:
-    """Add ``relay_system_kv`` to vLLM's EngineCore, for `vllm_relay.system_kv.status`.
+def extend_engine() -> None:
+    """Add ``relay_system_kv`` to EngineCore; call ``before_shutdown(step)`` of our connectors.
 
-    Why: front ends call no method of a connector. Upstream: none. Remove when: they can.
+    ``step()``: an engine step without requests. Why: front ends call no method of a connector,
+    which hears of the end after its workers. Upstream: none. Remove when: both have changed.
     """
+    core = target("vllm.v1.engine.core:EngineCore")
 
-    def relay_system_kv(self: Any) -> list[dict[str, Any]]:
+    def ours(self: Any) -> list[Any]:
         connector = self.scheduler.get_kv_connector()
-        ours = getattr(connector, "_connectors", [connector])  # MultiConnector's children
-        return [entry for c in ours if type(c).__name__ == CONNECTOR for entry in c.status()]
+        children = getattr(connector, "_connectors", [connector])  # MultiConnector's
+        return [child for child in children if type(child).__name__ == CONNECTOR]
 
-    target("vllm.v1.engine.core:EngineCore").relay_system_kv = relay_system_kv
+    core.relay_system_kv = lambda self: [x for child in ours(self) for x in child.status()]
+
+    @wrap(core, "shutdown")
+    def shutdown(stock: Any, self: Any) -> None:
+        def step() -> None:
+            empty = target("vllm.v1.core.sched.output:SchedulerOutput").make_empty()
+            connector = self.scheduler.get_kv_connector()
+            empty.kv_connector_metadata = connector.build_connector_meta(empty)
+            done = self.model_executor.execute_model(empty)
+            connector.update_connector_output(done.kv_connector_output)
+
+        with suppress(Exception):  # the engine may be half made, or broken
+            for connector in [] if self.scheduler.has_unfinished_requests() else ours(self):
+                connector.before_shutdown(step)
+        stock(self)
 
 
-def wrap_engine_args(
-    configure: Callable[[Any], None], admit: Callable[[Any, str | None], None]
-) -> None:
+def wrap_engine_args(configure: Callable[[Any], None], admit: Callable[..., None]) -> None:
     """Let our settings complete vLLM's ``kv_transfer_config``, and have system-KV files checked.
 
     Why: every way to start an engine passes ``create_engine_config``; ``from_cli_args`` alone sees
-    the server's ``--chat-template``.
-    Upstream: none. Remove when: plugins can complete the engine's arguments.
+    ``--chat-template``. Upstream: none. Remove when: plugins can complete the engine's arguments.
     """
     engine_args = target("vllm.engine.arg_utils:EngineArgs")
 
@@ -238,8 +245,7 @@ def wrap_engine_args(
 def allow_resets(pool: Any, pinned: Callable[[], int], on_reset: Callable[[], None]) -> None:
     """Let one BlockPool reset its prefix cache while ``pinned()`` blocks are ours, and report it.
 
-    Why: vLLM refuses a reset while a block is referenced; a connector's ``reset_cache`` is called
-    on some paths only.
+    Why: vLLM refuses it while a block is referenced, and calls ``reset_cache`` on some paths only.
     Upstream: vllm-project/vllm#12284 (the rule), #27046 (closed). Remove when: vLLM can pin blocks.
     """
 
@@ -272,9 +278,7 @@ def tap_kv_updates(impl: Any, take: Callable[[Any, Any, Any], None]) -> None:
     """
 
     @wrap(impl, "do_kv_cache_update")
-    def update(
-        stock: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any
-    ) -> Any:
+    def put(stock: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> Any:
         done = stock(layer, key, value, kv_cache, slot_mapping)
         take(key, value, slot_mapping)
         return done
@@ -290,11 +294,7 @@ def block_hasher(vllm_config: Any, hash_block_size: int) -> Any:
     return make(hash_block_size, hash_of(vllm_config.cache_config.prefix_caching_hash_algo), **more)
 
 
-def finds_kv_scales(cache_config: Any) -> bool:
-    """True if the first request sets the KV cache's scales. Branch: before 0.32 only."""
-    return bool(getattr(cache_config, "calculate_kv_scales", False))
-
-
-def uses_fa4_hd256(impl: Any) -> bool:
-    """True if a layer runs FlashAttention 4 with heads of 256. Branch: from 0.32 on only."""
-    return bool(getattr(impl, "fa4_hd256", False))
+def switch(owner: Any, name: str) -> bool:
+    """A switch that not all versions have: ``calculate_kv_scales`` of the cache before 0.32 (the
+    first request sets its scales), ``fa4_hd256`` of a layer from 0.32 on (heads of 256)."""
+    return bool(getattr(owner, name, False))

@@ -16,10 +16,14 @@ CONNECTOR, CONNECTOR_MODULE = "SystemKVConnector", "vllm_relay.system_kv.connect
 CAPTURE_CONNECTOR = "CaptureConnector"
 
 
+def _path(given: Any) -> Any:
+    """A path as text."""
+    return os.fspath(given) if isinstance(given, os.PathLike) else given
+
+
 def _paths(given: Any) -> tuple[Any, ...]:
     """One path or several, as text."""
-    paths = given if isinstance(given, (list, tuple)) else [given]
-    return tuple(os.fspath(path) if isinstance(path, os.PathLike) else path for path in paths)
+    return tuple(map(_path, given if isinstance(given, (list, tuple)) else [given]))
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -37,6 +41,9 @@ class SystemKVConfig:
         other_engines: load files that another minor version of vLLM has built.
         metric_names: label the metrics with the prompts' names, not with digests.
         learn: evict the free blocks of the hottest prefixes last.
+        remember: folder in which the hottest prefixes are saved, and from which they are loaded at
+            start; implies ``learn``.
+        remember_gib: the most that files in this folder may take, in GiB.
     """
 
     files: Annotated[tuple[Text, ...], BeforeValidator(_paths)] = ()
@@ -46,6 +53,13 @@ class SystemKVConfig:
     other_engines: StrictBool = False
     metric_names: StrictBool = False
     learn: StrictBool = False
+    remember: Annotated[Text | None, BeforeValidator(_path)] = None
+    remember_gib: Annotated[Amount, Field(gt=0)] = 8.0
+
+    @property
+    def learns(self) -> bool:
+        """True if hot prefixes are counted and retained."""
+        return self.learn or self.remember is not None
 
     @classmethod
     def from_mapping(cls, given: Any) -> "SystemKVConfig":

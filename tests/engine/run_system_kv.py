@@ -88,6 +88,9 @@ class Program:
         metadata = core.scheduler.get_kv_connector().build_connector_meta(None)
         return metadata.rewrite is not None
 
+    def stop(self, _: None) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
     def pool(self, block_ids: list[int]) -> dict[str, Any]:
         """The block pool itself; needs the engine in this process."""
         pool = self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool

@@ -59,7 +59,7 @@ def draft_layers(vllm_config: VllmConfig) -> set[str] | None:
     In a captured graph their lengths move on after the plan was made.
     """
     speculative = vllm_config.speculative_config
-    if speculative is None or speculative.method in compat.DRAFTS_WITHOUT_MODEL:
+    if speculative is None or speculative.method in engine_support.DRAFTS_WITHOUT_MODEL:
         return set()
     try:
         runner = compat.worker().model_runner
@@ -183,7 +183,7 @@ def layer_refusal(impl: Any) -> str | None:
             f"a {impl.kv_cache_dtype} KV cache",
         ),
         # Its tables and lengths have to be of whole pages (vLLM 0.33, Blackwell).
-        (compat.uses_fa4_hd256(impl), "FlashAttention 4 with heads of 256"),
+        (compat.switch(impl, "fa4_hd256"), "FlashAttention 4 with heads of 256"),
     )
     return next((reason for applies, reason in checks if applies), None)
 

@@ -10,6 +10,9 @@ from vllm import envs
 
 from vllm_relay.config import CAPTURE_CONNECTOR
 
+# vLLM's speculation methods without a draft model, whose drafts have no KV of their own.
+DRAFTS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
+
 
 def engine_refusal(vllm_config: Any, kv_cache_spec: Any) -> str | None:
     """Why no step of the layers of a KV cache group is relayed, or None."""

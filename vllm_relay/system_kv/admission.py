@@ -12,14 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from vllm_relay import compat, metrics
+from vllm_relay.backend.engine_support import DRAFTS_WITHOUT_MODEL
 from vllm_relay.config import CONNECTOR, CONNECTOR_MODULE, RelayConfig, SystemKVConfig
 from vllm_relay.system_kv.cache_groups import STATE
 from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
 from vllm_relay.system_kv.identity import differences, identify, other_engine
+from vllm_relay.system_kv.manifest import Identity
+from vllm_relay.system_kv.remembered_files import hottest_first, prepare
 from vllm_relay.validation import parse_json
 
 # Entry of the connector's extra config, made here: [path, seal, salt] of each file to load.
 ADMITTED = "admitted"
+# Another, with `SystemKVConfig.remember`: {"identity": fields of the engine's `Identity`, "warm":
+# paths of the remembered files that fit it, the hottest first}.
+REMEMBERED = "remembered"
 
 
 def configure(engine_args: Any) -> None:
@@ -38,7 +44,7 @@ def configure(engine_args: Any) -> None:
     if isinstance(given, Mapping):
         given = KVTransferConfig(**given)
     present = [] if given is None else [read_settings(extra) for _, extra in _our_entries(given)]
-    asked = bool(ours.files) or ours.learn
+    asked = bool(ours.files) or ours.learns
     if not asked and not present:
         return
     if engine_args.kv_offloading_size is not None:
@@ -75,7 +81,9 @@ def configure(engine_args: Any) -> None:
 
 def read_settings(extra: Mapping[str, Any]) -> SystemKVConfig:
     """The settings in a connector's extra config. Raises ValueError for a bad one, by name."""
-    return SystemKVConfig.from_mapping({k: v for k, v in extra.items() if k != ADMITTED})
+    return SystemKVConfig.from_mapping(
+        {k: v for k, v in extra.items() if k not in (ADMITTED, REMEMBERED)}
+    )
 
 
 def _our_entries(kv_transfer_config: Any) -> Iterator[tuple[int | None, dict[str, Any]]]:
@@ -105,30 +113,21 @@ def admit(vllm_config: Any, chat_template: str | None) -> None:
         if index:
             raise SystemKVError(f"{CONNECTOR} must be the first of MultiConnector's connectors")
         settings = read_settings(extra)
-        learns = settings.learn and not settings.files
-        if (reason := _unusable(vllm_config, learns)) is not None:
-            what = "system_kv.learn cannot be used" if learns else "system KVs cannot be loaded"
+        learns = settings.learns and not settings.files and settings.remember is None
+        what = "system_kv.learn cannot be used" if learns else "system KVs cannot be loaded"
+        reason = _unusable(vllm_config, learns)
+        if reason is None and settings.remember is not None:
+            what = "system_kv.remember cannot be used"
+            reason = _unsaved(vllm_config)
+        if reason is not None:
             raise SystemKVError(f"{what}: {reason}")
-        identity = identify(vllm_config, chat_template) if settings.files else None
+        if settings.files or settings.remember is not None:
+            identity = identify(vllm_config, chat_template)
         salts = _read_salts(settings)
         admitted = []
         for path in settings.files:
             try:
-                file = SystemKVFile(path)
-                found = differences(file.manifest, identity) if identity else []
-                if not settings.other_engines:
-                    found += other_engine(file.manifest)
-                if found:
-                    raise SystemKVError(f"{path}: differs from this engine in {', '.join(found)}")
-                block = vllm_config.cache_config.block_size  # None: the backend will choose one
-                if block and file.manifest.tokens < block:
-                    tokens = file.manifest.tokens
-                    raise SystemKVError(f"{path}: has {tokens} tokens, a KV block has {block}")
-                vocabulary = vllm_config.model_config.get_vocab_size()
-                if max(file.manifest.token_ids) >= vocabulary:
-                    raise SystemKVError(
-                        f"{path}: has tokens beyond the {vocabulary:,} of the model"
-                    )
+                file = _fitting(path, vllm_config, identity, settings)
                 # Workers hash what they write once more: between here and there the tensors may
                 # change, and the seal guards the header only.
                 file.verify()
@@ -139,6 +138,49 @@ def admit(vllm_config: Any, chat_template: str | None) -> None:
             else:
                 admitted.append([str(file.path.absolute()), file.seal, salts.get(path)])
         extra[ADMITTED] = admitted
+        if settings.remember is not None:
+            warm = _warm(Path(settings.remember), vllm_config, identity, settings)
+            extra[REMEMBERED] = {"identity": asdict(identity), "warm": warm}
+
+
+def _fitting(
+    path: str | Path, vllm_config: Any, identity: Identity, settings: SystemKVConfig
+) -> SystemKVFile:
+    """A file of this engine's KV. Raises SystemKVError with the reason why it is not."""
+    file = SystemKVFile(path)
+    found = differences(file.manifest, identity)
+    if not settings.other_engines:
+        found += other_engine(file.manifest)
+    if found:
+        raise SystemKVError(f"{path}: differs from this engine in {', '.join(found)}")
+    block = vllm_config.cache_config.block_size  # None: the backend will choose one
+    if block and file.manifest.tokens < block:
+        raise SystemKVError(f"{path}: has {file.manifest.tokens} tokens, a KV block has {block}")
+    vocabulary = vllm_config.model_config.get_vocab_size()
+    if max(file.manifest.token_ids) >= vocabulary:
+        raise SystemKVError(f"{path}: has tokens beyond the {vocabulary:,} of the model")
+    return file
+
+
+def _warm(
+    folder: Path, vllm_config: Any, identity: Identity, settings: SystemKVConfig
+) -> list[str]:
+    """Paths of the remembered files that fit this engine, the hottest first.
+
+    Raises SystemKVError if nothing can be written into the folder.
+    """
+    prepare(folder)
+    found, problems = [], []
+    for path in hottest_first(folder):
+        try:
+            found.append(str(_fitting(path, vllm_config, identity, settings).path.absolute()))
+        except (SystemKVError, MemoryError, RuntimeError) as error:
+            problems.append(error)
+    if problems:
+        metrics.say_once(
+            f"{len(problems)} remembered prefixes not loaded; the hottest: {problems[0]}"
+        )
+    return found
 
 
 class Salt(str):
@@ -186,14 +228,31 @@ def _unusable(vllm_config: Any, learns: bool) -> str | None:
         return "the model has Mamba, gated-delta or convolution layers" if learns else STATE
     if learns:
         return None
-    if compat.finds_kv_scales(vllm_config.cache_config):
+    if compat.switch(vllm_config.cache_config, "calculate_kv_scales"):
         return "the KV cache's scales are found by the first request (--calculate-kv-scales)"
     speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in compat.DRAFTS_WITHOUT_MODEL:
+    if speculative is not None and speculative.method not in DRAFTS_WITHOUT_MODEL:
         return f"speculation with {speculative.method} puts a draft's KV into the same blocks"
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name)) > 1:
             return f"{name} is {size}"
+    return None
+
+
+def _unsaved(vllm_config: Any) -> str | None:
+    """The reason in its configuration why an engine's KV cannot be saved, or None."""
+    from vllm.platforms import current_platform
+
+    parallel = vllm_config.parallel_config
+    if not current_platform.is_cpu():
+        return "it is made for the CPU engine"
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        if (size := getattr(parallel, name)) > 1:
+            return f"{name} is {size}"
+    if vllm_config.model_config.use_mla:
+        return "the model has multi-head latent attention"
+    if (dtype := vllm_config.cache_config.cache_dtype) != "auto":
+        return f"the KV cache's dtype is {dtype}"
     return None
 
 

@@ -56,6 +56,19 @@ def refusal(kv_cache_config: Any) -> str | None:
     return None
 
 
+def only_group(kv_cache_config: Any) -> tuple[CacheGroup, int]:
+    """The group of an engine with one, of full attention, and the bytes of its blocks of one id.
+
+    Raises SystemKVError where there is another.
+    """
+    groups = cache_groups(kv_cache_config)
+    if len(groups) > 1 or groups[0].window is not None:
+        raise SystemKVError("the model has layers with a window or of several kinds")
+    specs = _specs(kv_cache_config.kv_cache_groups[0])
+    layers = len(groups[0].layers) if len(specs) == 1 else 1
+    return groups[0], layers * sum(spec.page_size_bytes for spec in specs)
+
+
 def longest_blocks(vllm_config: Any, kv_cache_config: Any) -> int:
     """The blocks that vLLM sets aside for one request of ``max_model_len``, all groups."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]

@@ -4,11 +4,12 @@ vLLM makes one object in the scheduler and one in every worker. The scheduler's 
 when it is bound to the block pool. The workers write them when they are asked for their handshake
 metadata, the last call before the engine is ready. From then on requests find the blocks by vLLM's
 ordinary prefix caching, and this connector only counts hits and rewrites after a cache reset.
-With ``learn`` it also counts what requests ask for, and `Retention` orders what vLLM evicts.
+With ``learn`` it also counts what requests ask for, and `Retention` orders what vLLM evicts. With
+``remember``, `Remembering` in the scheduler and `Saver` in the worker save and load hot prefixes.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
@@ -19,12 +20,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_relay import compat, metrics
-from vllm_relay.system_kv.admission import open_admitted, read_settings
-from vllm_relay.system_kv.cache_groups import cache_groups, longest_blocks
+from vllm_relay.config import SystemKVConfig
+from vllm_relay.system_kv.admission import REMEMBERED, open_admitted, read_settings
+from vllm_relay.system_kv.cache_groups import cache_groups, longest_blocks, only_group
+from vllm_relay.system_kv.file import SystemKVError
 from vllm_relay.system_kv.idle_connector import IdleConnector
 from vllm_relay.system_kv.pinned_blocks import PinnedBlocks
-from vllm_relay.system_kv.placement import place
+from vllm_relay.system_kv.placement import CacheGroup, place
+from vllm_relay.system_kv.remembering import Remembering
 from vllm_relay.system_kv.retention import Retention
+from vllm_relay.system_kv.saver import Orders, Report, Saver
 from vllm_relay.system_kv.stats import SystemKVMetrics, SystemKVStats
 from vllm_relay.system_kv.writer import Writer
 
@@ -34,19 +39,25 @@ class StepMetadata(KVConnectorMetadata):
     """Message from the scheduler to the workers.
 
     ``rewrite``: the reset after which to write the blocks again. ``released``: they are no longer
-    pinned.
+    pinned. ``orders``: to save and load remembered prefixes.
     """
 
     rewrite: int | None = None
     released: bool = False
+    orders: Orders | None = None
 
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """Message from the workers: the blocks are written again, or why they may not be used."""
+    """Message from the workers.
 
-    reset: int
-    problem: str | None
+    ``reset``: the one after which the blocks are written again; ``problem``: why they may not be
+    used. ``reports``: of remembered prefixes.
+    """
+
+    reset: int | None = None
+    problem: str | None = None
+    reports: list[Report] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMetadata":
         assert isinstance(other, WorkerMetadata) and other.reset == self.reset
@@ -82,34 +93,52 @@ class SystemKVConnector(IdleConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config
         settings, (files, salts) = read_settings(extra), open_admitted(extra)
+        scheduler = role == KVConnectorRole.SCHEDULER
+        memory = _saved_group(settings, kv_cache_config, speaks=scheduler)
         # Hot prefixes are retained in groups of any kind.
-        groups = cache_groups(kv_cache_config) if settings.files or not settings.learn else []
+        groups = [memory[0]] if memory else []
+        if settings.files or not settings.learns:
+            groups = cache_groups(kv_cache_config)
         placed = place([file.manifest.token_ids for file in files], groups, salts)
         self._asked: int | None = None  # the last reset sent to the workers
         self._may_rewrite = False
         self._answer: WorkerMetadata | None = None
         self._sent = SystemKVStats()
-        if role == KVConnectorRole.SCHEDULER:
-            longest = longest_blocks(vllm_config, kv_cache_config) if groups else 0
+        self._remembering: Remembering | None = None
+        self._saver: Saver | None = None
+        if scheduler:
+            longest = longest_blocks(vllm_config, kv_cache_config) if settings.files else 0
             self._pins = PinnedBlocks(vllm_config, files, salts, placed, groups, longest, settings)
-            self._retention = Retention() if settings.learn else None
+            self._retention = Retention() if settings.learns else None
+            if memory is not None:
+                self._remembering = Remembering(
+                    vllm_config,
+                    block_size=memory[0].block_size,
+                    most_saved=int(settings.remember_gib * 2**30 / memory[1]),
+                    **extra[REMEMBERED],
+                )
             self._budget = settings.budget
             self._block_sizes = [
                 group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups
             ]
-            compat.add_engine_method()
+            compat.extend_engine()
         else:
             self._writer = Writer(vllm_config, files, placed, groups)
+            if memory is not None:
+                identity = extra[REMEMBERED]["identity"]
+                self._saver = Saver(vllm_config, memory[0], self._writer, identity, settings)
 
     # In the scheduler.
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        usable = gpu_block_pool.get_num_free_blocks()
-        self._pins.take(gpu_block_pool)
+        usable, remembering = gpu_block_pool.get_num_free_blocks(), self._remembering
+        self._pins.take(gpu_block_pool, remembering.before_reset if remembering else None)
         if self._retention is not None:
             pinned = usable - gpu_block_pool.get_num_free_blocks()
             most = max(0, int(self._budget * usable) - pinned)
             self._retention.attach(gpu_block_pool, most, self._block_sizes)
+            if remembering is not None:
+                remembering.attach(gpu_block_pool, most, self._retention)
         for entry in self._pins.status():
             metrics.logger.info(
                 "relay: system KV %s (%s in metrics): %s of %s tokens pinned in %d blocks, from %s",
@@ -125,7 +154,9 @@ class SystemKVConnector(IdleConnector):
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         if self._pins.wants_rewrite is None:
-            return 0, False
+            if self._remembering is None:
+                return 0, False
+            return (None if self._remembering.waits(request) else 0), False
         # "Ask again", for the one step in which the workers compare their weights and, after a
         # reset, write. vLLM asks when it may schedule; a paused or sleeping engine may still be
         # getting new weights.
@@ -134,6 +165,8 @@ class SystemKVConnector(IdleConnector):
 
     @_or_given_up()
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self._remembering is not None:
+            self._remembering.begins(request)
         if request.num_preemptions == 0:
             self._pins.count_hit(blocks.blocks)
             if self._retention is not None:
@@ -145,20 +178,34 @@ class SystemKVConnector(IdleConnector):
             self._retention.begin_step()
         wanted = self._pins.wants_rewrite if self._may_rewrite else None
         self._may_rewrite = False
+        metadata = StepMetadata()
+        if self._remembering is not None:
+            metadata.orders = self._remembering.orders(scheduler_output)
         if wanted is None or wanted == self._asked:
-            return StepMetadata(released=self._pins.released is not None)
-        self._asked = wanted
-        return StepMetadata(rewrite=wanted)
+            metadata.released = self._pins.released is not None
+        else:
+            self._asked = metadata.rewrite = wanted
+        return metadata
 
     @_or_given_up()
     def update_connector_output(self, connector_output: Any) -> None:
         answer = connector_output.kv_connector_worker_meta
-        if isinstance(answer, WorkerMetadata):
+        if not isinstance(answer, WorkerMetadata):
+            return
+        if answer.reset is not None:
             self._pins.rewritten(answer.reset, answer.problem)
+        if self._remembering is not None:
+            for report in answer.reports:
+                self._remembering.reported(report)
 
     def reset_cache(self) -> bool | None:
         """Nothing: `PinnedBlocks` has heard of it from the pool."""
         return None
+
+    def before_shutdown(self, step: Callable[[], None]) -> None:
+        """Save hot prefixes before the workers end; ``step``: an engine step without requests."""
+        if self._remembering is not None:
+            self._remembering.stop(step)
 
     def status(self) -> list[dict[str, Any]]:
         """See `vllm_relay.system_kv.status`."""
@@ -168,7 +215,7 @@ class SystemKVConnector(IdleConnector):
 
     def get_handshake_metadata(self) -> None:
         """Write the blocks, once. vLLM 0.33 calls again on wake-up, which a reset covers."""
-        self._writer.write_at_start()
+        self._writer.write_at_start(remember=self._saver is not None)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -178,9 +225,14 @@ class SystemKVConnector(IdleConnector):
         if connector_metadata.rewrite is not None:
             reset = connector_metadata.rewrite
             self._answer = WorkerMetadata(reset, self._writer.rewrite(reset))
+        if self._saver is not None:
+            self._saver.take(connector_metadata.orders)
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         answer, self._answer = self._answer, None
+        if self._saver is not None and (reports := self._saver.reports()):
+            answer = answer or WorkerMetadata()
+            answer.reports = reports
         return answer
 
     # Statistics.
@@ -201,3 +253,17 @@ class SystemKVConnector(IdleConnector):
     @classmethod
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> SystemKVMetrics:
         return SystemKVMetrics(*args, **kwargs)
+
+
+def _saved_group(
+    settings: SystemKVConfig, kv_cache_config: Any, *, speaks: bool
+) -> tuple[CacheGroup, int] | None:
+    """`only_group` of an engine that remembers; None, with one line, where it has none."""
+    if settings.remember is None:
+        return None
+    try:
+        return only_group(kv_cache_config)
+    except SystemKVError as error:
+        if speaks:
+            metrics.say_once(f"system_kv.remember is off: {error}")
+        return None

@@ -68,6 +68,17 @@ class Hotness:
         score = self._scores.get(name)
         return 0.0 if score is None else 2 ** (score - self._asked / self._half_life)
 
+    def hottest(self, least: float, most: int) -> dict[bytes, float]:
+        """Counts of the hottest prefixes, ``most`` at most, of those with ``least`` or more."""
+        found: dict[bytes, float] = {}
+        for level in sorted(self._levels, reverse=True):
+            for name in self._levels[level]:
+                count = self.count(name)
+                if count < least or len(found) >= most:
+                    return found
+                found[name] = count
+        return found
+
     def is_hot(self, name: bytes) -> bool:
         """True for the hottest prefixes, as many as fit, that more than one request came under."""
         score = self._scores.get(name, -math.inf)

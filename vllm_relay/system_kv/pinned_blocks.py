@@ -1,6 +1,6 @@
 """The scheduler's side: system KVs in the block pool, referenced so that nothing evicts them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
@@ -16,6 +16,20 @@ from vllm_relay.system_kv.placement import (
     budget_error,
     pinned_ids,
 )
+
+
+def as_request(
+    vllm_config: Any, pool: Any, name: str, token_ids: Sequence[int], salt: str | None
+) -> Any:
+    """A request that stands for a file: the pool caches blocks under its hashes."""
+    return Request(
+        request_id=f"system-kv-{name}",
+        prompt_token_ids=list(token_ids),
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        cache_salt=salt,
+        block_hasher=compat.block_hasher(vllm_config, pool.hash_block_size),
+    )
 
 
 class PinnedBlocks:
@@ -65,8 +79,11 @@ class PinnedBlocks:
         self._requests_hit = [0] * len(files)
         self._tokens_hit = [0] * len(files)
 
-    def take(self, pool: Any) -> None:
+    def take(self, pool: Any, before_reset: Callable[[], None] | None = None) -> None:
         """Take the blocks from a pool that nobody has used yet.
+
+        Args:
+            before_reset: called before each reset of the prefix cache.
 
         Raises:
             SystemKVError: over the budget, or another connector took blocks first.
@@ -87,23 +104,24 @@ class PinnedBlocks:
         self._blocks = pool.get_new_blocks(count)
         if [block.block_id for block in self._blocks] != list(range(1, count + 1)):
             raise SystemKVError("system KVs need the first blocks of the KV cache; they are taken")
-        compat.allow_resets(pool, lambda: len(self._blocks), self._note_reset)
+
+        def pinned() -> int:
+            if before_reset is not None:
+                before_reset()
+            return len(self._blocks)
+
+        compat.allow_resets(pool, pinned, self._note_reset)
 
     def _note_reset(self) -> None:
         self._resets += 1
 
     def _register(self) -> None:
         """Put the blocks' hashes into the pool's prefix cache."""
-        hasher = compat.block_hasher(self._vllm_config, self._pool.hash_block_size)
         null = self._pool.null_block
         for file, salt, placed in zip(self._files, self._salts, self._placements, strict=True):
-            request = Request(
-                request_id=f"system-kv-{file.manifest.name}",
-                prompt_token_ids=list(file.manifest.token_ids),
-                sampling_params=SamplingParams(max_tokens=1),
-                pooling_params=None,
-                cache_salt=salt,
-                block_hasher=hasher,
+            manifest = file.manifest
+            request = as_request(
+                self._vllm_config, self._pool, manifest.name, manifest.token_ids, salt
             )
             for number, (group, placement) in enumerate(zip(self._groups, placed, strict=True)):
                 blocks = [self._blocks[i - 1] if i else null for i in placement.block_ids]

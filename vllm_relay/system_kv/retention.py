@@ -4,14 +4,14 @@ The blocks stay free. vLLM counts them as such and takes them when no others are
 request waits for them.
 """
 
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from typing import Any
 
 from vllm_relay import compat, metrics
 from vllm_relay.patching import target
 from vllm_relay.system_kv.eviction_trial import EvictionTrial
 from vllm_relay.system_kv.hotness import Hotness
+from vllm_relay.system_kv.switched_off import or_off
 
 # In blocks of the pool. Long against the time that a block stays cached: a prefix that was evicted
 # is known when it returns.
@@ -23,35 +23,20 @@ _TRIAL_HALF_LIFE = 4
 MOVES_PER_STEP = 512
 
 
-def _or_off(method: Callable[..., None]) -> Callable[..., None]:
-    """A call by the engine: where it fails, retention ends with one line."""
-
-    @wraps(method)
-    def guarded(self: "Retention", *args: Any) -> None:
-        if self.off is None:
-            try:
-                method(self, *args)
-            except Exception as error:
-                self.off = " ".join(f"{type(error).__name__}: {error}".split())
-                metrics.count_fallback("learning")
-                metrics.logger.warning(
-                    "relay: system_kv.learn is off: %s; the KV cache evicts as without it", self.off
-                )
-
-    return guarded
-
-
 class Retention:
     """Keeps the KV of hot prefixes in one block pool while colder blocks can be evicted.
 
-    ``off`` is the reason why it ended, or None.
+    ``off`` is the reason why it ended, or None; ``hotness`` the counts, of up to ``most`` prefixes.
     """
+
+    title, counted = "system_kv.learn", "learning"
+    after = "the KV cache evicts as without it"
 
     def __init__(self) -> None:
         self.off: str | None = None
         self._moves_left = MOVES_PER_STEP
 
-    @_or_off
+    @or_off
     def attach(self, pool: Any, blocks: int, block_sizes: Sequence[int]) -> None:
         """Begin with a pool whose pinned blocks are taken.
 
@@ -63,11 +48,12 @@ class Retention:
         # Blocks of all groups for one hash, which may be of a part of a block.
         per_hash = sum(pool.hash_block_size / size for size in block_sizes)
         size = max(1, int(len(pool.blocks) / per_hash))
-        self._hotness = Hotness(
-            capacity=int(blocks / per_hash), half_life=_HALF_LIFE * size, most=_REMEMBERED * size
+        self.most = _REMEMBERED * size
+        self.hotness = Hotness(
+            capacity=int(blocks / per_hash), half_life=_HALF_LIFE * size, most=self.most
         )
         self._trial = EvictionTrial(
-            size=size, half_life=_TRIAL_HALF_LIFE * size, is_hot=self._hotness.is_hot
+            size=size, half_life=_TRIAL_HALF_LIFE * size, is_hot=self.hotness.is_hot
         )
         self._hash_of = target("vllm.v1.core.kv_cache_utils:get_block_hash")
         self._pool, self._queue = pool, pool.free_block_queue
@@ -82,18 +68,18 @@ class Retention:
             f"{len(pool.blocks) - 1:,}",
         )
 
-    @_or_off
+    @or_off
     def ask(self, hashes: Sequence[bytes]) -> None:
         """Count one request; ``hashes``: vLLM's ``BlockHash`` of each full block of its prompt."""
         self._trial.ask(hashes)
-        self._hotness.ask(hashes)
+        self.hotness.ask(hashes)
 
-    @_or_off
+    @or_off
     def begin_step(self) -> None:
         """Allow the moves of the next engine step."""
         self._moves_left = MOVES_PER_STEP
 
-    @_or_off
+    @or_off
     def spare(self, num_blocks: int) -> None:
         """Move hot blocks to the queue's end that are among the next ``num_blocks`` evicted."""
         if not self._trial.sparing_wins:
@@ -114,7 +100,7 @@ class Retention:
 
     def _is_hot(self, block: Any) -> bool:
         key = block.block_hash
-        if key is None or not self._hotness.is_hot(self._hash_of(key)):
+        if key is None or not self.hotness.is_hot(self._hash_of(key)):
             return False
         # Requests that came at the same time leave copies; vLLM finds one of them.
         return self._pool.cached_block_hash_to_block.get_one_block(key) is block

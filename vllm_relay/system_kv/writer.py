@@ -23,6 +23,7 @@ _ROW_BYTES = 1 << 15
 # A digest, and references to objects.
 _Fingerprint = tuple[bytes, list[weakref.ref[Any] | None]]
 _UNREADABLE: _Fingerprint = b"", []
+_CHANGED = "the model's weights were changed"
 
 
 class Writer:
@@ -45,9 +46,12 @@ class Writer:
         self._layers = [name for group in groups for name in group.layers]
         self._weights: _Fingerprint | None = None
 
-    def write_at_start(self) -> None:
-        """Write the blocks the first time, and note the weights that they were computed with."""
-        if self._files and self._weights is None:
+    def write_at_start(self, remember: bool) -> None:
+        """Write the blocks the first time, and note the weights that they were computed with.
+
+        ``remember``: note the weights without any file, too.
+        """
+        if (self._files or remember) and self._weights is None:
             self.write()
             try:
                 self._weights = _fingerprint()
@@ -133,6 +137,16 @@ class Writer:
             written += keys.nbytes + values.nbytes
         return written
 
+    def load(self, path: str, placement: Placement) -> None:
+        """Write one more file into blocks of the only group. Raises SystemKVError."""
+        file = SystemKVFile(path)
+        self._write_group(file, self._described(file), self._groups[0], placement)
+
+    def compare(self) -> None:
+        """Raise SystemKVError if the weights are not those at load, or cannot be compared."""
+        if self._weights == _UNREADABLE or _fingerprint() != self._weights:
+            raise SystemKVError(_CHANGED)
+
     def forget(self) -> None:
         """Unpin what layers packed: the blocks may hold something else from now on."""
         for layer in map(self._layer, self._layers):
@@ -151,7 +165,7 @@ class Writer:
             elif self._weights == _UNREADABLE:
                 return None
             if _fingerprint() != self._weights:
-                return "the model's weights were changed"
+                return _CHANGED
             if reset:
                 self.write()
         except Exception as error:  # the engine goes on without them

@@ -1,0 +1,226 @@
+"""The scheduler's side of ``remember``: which prefixes are saved, and when.
+
+A round begins every few minutes, and when the engine stops. Its prefixes are saved one after
+another, the hottest first. Their blocks are referenced while the workers copy them, so that nothing
+evicts them, and are given back as soon as a request may wait for blocks.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from vllm_relay import metrics
+from vllm_relay.system_kv.file import SystemKVError
+from vllm_relay.system_kv.known_prefixes import KnownPrefixes, Prefix
+from vllm_relay.system_kv.remembered_files import file_name
+from vllm_relay.system_kv.retention import Retention
+from vllm_relay.system_kv.saver import Orders, Report, Save
+from vllm_relay.system_kv.switched_off import or_off
+from vllm_relay.system_kv.warm_start import WarmStart, cached_blocks
+
+# Seconds between two rounds, and that a round may take while the engine stops.
+ROUND_SECONDS = 300.0
+_STOP_SECONDS = 60.0
+# A prefix is saved from this count on: three requests came under it of late.
+_LEAST_COUNT = 2.0
+# Blocks compared in a round: it is done between two engine steps.
+_MOST_BLOCKS = 4096
+# Blocks are held while this share of the pool is free.
+_FREE_SHARE = 1 / 16
+
+
+class Remembering:
+    """Saves and loads hot prefixes of one block pool with one KV cache group.
+
+    ``off`` is the reason why it ended, or None.
+
+    Args:
+        block_size: tokens of a KV block. most_saved: blocks that may be in files.
+        identity: the fields of the engine's `Identity`.
+        warm: paths of remembered files that fit the engine, the hottest first.
+    """
+
+    title, counted = "system_kv.remember", "remembering"
+    after = "nothing is saved any more"
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        *,
+        block_size: int,
+        most_saved: int,
+        identity: Mapping[str, Any],
+        warm: Sequence[str],
+    ) -> None:
+        self.off: str | None = None
+        self._block_size, self._identity = block_size, identity
+        self._most_saved = min(most_saved, _MOST_BLOCKS)
+        self._warm, self._may_load = WarmStart(vllm_config, warm), False
+        self._to_save: list[Prefix] = []
+        self._saving: str | None = None
+        self._held: list[Any] = []
+        self._drop = self._compare = self._at_once = False
+        self._waiting: set[str] = set()
+        self._next_round = time.monotonic() + ROUND_SECONDS
+        self._pool: Any = None
+
+    @or_off
+    def attach(self, pool: Any, blocks: int, retention: Retention) -> None:
+        """Begin with a pool whose pinned blocks are taken.
+
+        Args:
+            pool: vLLM's BlockPool.
+            blocks: that loaded prefixes may take.
+            retention: attached to the pool; it counts.
+        """
+        if pool.hash_block_size != self._block_size:
+            raise SystemKVError(f"blocks of {self._block_size} tokens have several hashes")
+        self._retention = retention
+        self._warm.attach(pool, blocks)
+        self._known = KnownPrefixes(block_size=self._block_size, most=retention.most)
+        self._pool = pool
+
+    # Requests.
+
+    def waits(self, request: Any) -> bool:
+        """True if a request that vLLM would schedule waits for files; the next step loads one."""
+        if self.off is None and self._warm.pending:
+            self._may_load = True
+            return True
+        self._waiting.add(request.request_id)
+        return False
+
+    @or_off
+    def begins(self, request: Any) -> None:
+        """Note a request that has its blocks, and the prefix it came under."""
+        self._waiting.discard(request.request_id)
+        if request.num_preemptions == 0 and _is_plain(request):
+            self._known.add(request.block_hashes, request.prompt_token_ids)
+
+    # Steps.
+
+    def orders(self, scheduler_output: Any) -> Orders | None:
+        """The message for the workers of this step."""
+        waiting, self._waiting = self._waiting, set()
+        found: list[Orders] = []
+        self._order(bool(waiting or scheduler_output.preempted_req_ids), found.append)
+        if self.off is not None:
+            self._let_go()
+        drop, self._drop = self._drop, False
+        if found:
+            return found[0]
+        return Orders(drop=True) if drop else None
+
+    @or_off
+    def _order(self, starved: bool, give: Callable[[Orders], None]) -> None:
+        scarce = not self._at_once and self._pool.get_num_free_blocks() < _FREE_SHARE * len(
+            self._pool.blocks
+        )
+        if self._held and (starved or scarce):
+            self.give_back()
+        save = load = None
+        if self._may_load:
+            load, self._may_load = self._warm.order(), False
+        if time.monotonic() >= self._next_round and not (self._saving or self._to_save):
+            self._begin_round()
+        compare = self._compare and self._saving is None and bool(self._to_save)
+        if self._to_save and not (self._saving or self._compare or scarce):
+            save = self._save()
+        if compare:
+            self._saving = "compared"
+        if save or load or compare or self._at_once:
+            drop, self._drop = self._drop, False
+            give(Orders(save=save, load=load, drop=drop, compare=compare, at_once=self._at_once))
+
+    @or_off
+    def reported(self, report: Report) -> None:
+        """Take the workers' answer."""
+        if report.what == "loaded":
+            self._warm.loaded(report)
+        elif report.what == "compared":
+            self._saving = None
+            self._compare = False
+            if report.problem is not None:
+                raise SystemKVError(report.problem)
+        elif report.name == self._saving:
+            self._release()
+            if report.what == "saved":
+                self._saving = None
+            if report.problem is not None:
+                self._to_save.clear()
+                metrics.say_once(f"system_kv.remember: nothing was saved: {report.problem}")
+
+    def give_back(self) -> None:
+        """Give the held blocks back; this round ends."""
+        if self._held or self._saving:
+            self._drop = True
+        self._saving = None
+        self._to_save.clear()
+        self._release()
+
+    def _let_go(self) -> None:
+        """Hold no block, and load nothing any more."""
+        self.give_back()
+        self._warm.give_up()
+
+    def before_reset(self) -> None:
+        """Hold no block while vLLM resets its prefix cache; other weights may follow."""
+        if self.off is None and self._pool is not None:
+            self._let_go()
+            self._compare = True
+
+    @or_off
+    def stop(self, step: Callable[[], None]) -> None:
+        """Save what is hot now; ``step``: an engine step without requests."""
+        if self._pool is None or self._at_once:
+            return
+        self._at_once = True
+        if not (self._saving or self._to_save):
+            self._begin_round()
+        deadline = time.monotonic() + _STOP_SECONDS
+        while (self._saving or self._to_save) and time.monotonic() < deadline:
+            step()
+
+    # Saving.
+
+    def _begin_round(self) -> None:
+        now = time.monotonic()
+        self._next_round = now + ROUND_SECONDS
+        counts = self._retention.hotness.hottest(_LEAST_COUNT, self._most_saved)
+        self._to_save = self._known.choose(counts, self._most_saved)
+        self._hot_at = time.time()
+
+    def _save(self) -> Save | None:
+        """The order to save the next prefix that is cached; its blocks are held."""
+        while self._to_save:
+            prefix = self._to_save.pop(0)
+            self._hot_at -= 1.0
+            blocks = cached_blocks(self._pool, prefix.hashes)
+            if len(blocks) < len(prefix.hashes):
+                continue
+            self._pool.touch(blocks)
+            self._held = blocks
+            self._saving = file_name(self._identity, prefix.token_ids)
+            return Save(
+                name=self._saving,
+                token_ids=prefix.token_ids,
+                block_ids=tuple(block.block_id for block in blocks),
+                hot_at=self._hot_at,
+            )
+        return None
+
+    def _release(self) -> None:
+        held, self._held = self._held, []
+        if held:
+            self._pool.free_blocks(reversed(held))
+
+
+def _is_plain(request: Any) -> bool:
+    """True for a request of text without a salt or an adapter."""
+    return (
+        request.prompt_token_ids is not None
+        and request.prompt_embeds is None
+        and request.cache_salt is None
+        and request.lora_request is None
+        and not request.mm_features
+    )
