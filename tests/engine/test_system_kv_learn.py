@@ -55,12 +55,13 @@ def test_a_hot_prefix_is_found_with_learn_and_the_answers_are_the_same(tmp_path:
     assert "system_kv.learn is off" not in log
 
 
-def test_what_learn_cannot_be_used_with_is_said_in_one_line(tmp_path: Path) -> None:
+def test_what_learn_and_remember_cannot_be_used_with_is_said_in_one_line(tmp_path: Path) -> None:
     model = write_random_model(tmp_path / "model", 4, 2, 64)
     register()
 
-    def configure(**changes: Any) -> Any:
-        settings = {"relay": {"system_kv": {"learn": True}}}
+    def configure(remember: Path | None = None, **changes: Any) -> Any:
+        given: dict[str, Any] = {"learn": True} if remember is None else {"remember": remember}
+        settings = {"relay": {"system_kv": given}}
         arguments = EngineArgs(
             model=str(model), skip_tokenizer_init=True, additional_config=settings, **changes
         )
@@ -73,3 +74,12 @@ def test_what_learn_cannot_be_used_with_is_said_in_one_line(tmp_path: Path) -> N
         configure(enable_prefix_caching=False)
     with pytest.raises(ValueError, match="--kv-offloading-size replaces the connector"):
         configure(kv_offloading_size=1.0)
+
+    refused = r"^system_kv\.remember cannot be used: "
+    with pytest.raises(SystemKVError, match=refused + "tensor_parallel_size is 2$"):
+        configure(tmp_path / "kv", tensor_parallel_size=2)
+    with pytest.raises(SystemKVError, match=refused + "the KV cache's dtype is fp8$"):
+        configure(tmp_path / "kv", kv_cache_dtype="fp8")
+    with pytest.raises(SystemKVError, match=r"config\.json: cannot be written: File exists$"):
+        configure(model / "config.json")
+    assert not (tmp_path / "kv").exists()

@@ -46,6 +46,8 @@ def test_copies_are_the_tokens_that_were_written(
         wanted = torch.cat([torch.arange(block_size) + b * block_size for b in (3, 1)])
         assert torch.equal(keys, key[wanted].transpose(0, 1))
         assert torch.equal(values, value[wanted].transpose(0, 1))
+        for found, written in zip(layout.rows(cache[3]), (key, value), strict=True):
+            assert torch.equal(found, written[wanted[:block_size]])
 
 
 def test_a_cache_that_is_no_rearrangement_is_refused() -> None:

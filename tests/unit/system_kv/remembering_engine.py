@@ -1,0 +1,123 @@
+"""An engine of small layers that remembers: both of our sides, on vLLM's real BlockPool."""
+
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import init_none_hash
+
+from tests.unit.system_kv.files import small_manifest
+from vllm_relay import compat
+from vllm_relay.config import SystemKVConfig
+from vllm_relay.system_kv.manifest import Identity
+from vllm_relay.system_kv.pinned_blocks import as_request
+from vllm_relay.system_kv.placement import CacheGroup
+from vllm_relay.system_kv.remembered_files import hottest_first
+from vllm_relay.system_kv.remembering import Remembering
+from vllm_relay.system_kv.retention import Retention
+from vllm_relay.system_kv.saver import Saver
+from vllm_relay.system_kv.warm_start import cached_blocks
+from vllm_relay.system_kv.writer import Writer
+
+BLOCK, HEADS, WIDTH = 4, 2, 8
+NAMES = ("layers.0", "layers.1")
+IDENTITY = {
+    field.name: getattr(small_manifest(dtype="float32"), field.name) for field in fields(Identity)
+}
+
+
+def kv_of(token_ids: list[int], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values ``[tokens, HEADS, WIDTH]`` that depend on all tokens before each."""
+    before = torch.tensor(token_ids).cumsum(0).float()
+    rows = before.view(-1, 1, 1) + torch.rand(HEADS, WIDTH, generator=torch.manual_seed(layer))
+    return rows, -rows
+
+
+class _Layer:
+    def __init__(self, blocks: int) -> None:
+        self.num_kv_heads, self.head_size, self.impl = HEADS, WIDTH, self
+        self._k_scale_float = self._v_scale_float = 1.0
+        self.kv_cache = torch.zeros(blocks, HEADS, BLOCK, 2 * WIDTH)
+
+    def do_kv_cache_update(self, layer: Any, k: Any, v: Any, cache: Any, slots: Any) -> None:
+        cache[slots // BLOCK, :, slots % BLOCK] = torch.cat([k, v], -1)
+
+
+class Engine:
+    """One engine over a folder; ``blocks`` of `BLOCK` tokens, each request one step."""
+
+    def __init__(self, folder: Path, blocks: int = 64, gib: float = 1.0) -> None:
+        init_none_hash(compat.target("vllm.utils.hashing:get_hash_fn_by_name")("sha256"))
+        settings = SystemKVConfig.from_mapping({"remember": folder, "remember_gib": gib})
+        self.layers = [_Layer(blocks + 1) for _ in NAMES]
+        self.config: Any = SimpleNamespace(
+            cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"),
+            num_hash_lookahead_tokens=0,
+            model_config=SimpleNamespace(dtype=torch.float32),
+            attention_config=SimpleNamespace(backend=None),
+            parallel_config=SimpleNamespace(
+                tensor_parallel_size=1, pipeline_parallel_size=1, rank=0
+            ),
+            compilation_config=SimpleNamespace(
+                static_forward_context=dict(zip(NAMES, self.layers, strict=True))
+            ),
+        )
+        self.pool = BlockPool(blocks + 1, True, hash_block_size=BLOCK)
+        self.retention = Retention()
+        self.retention.attach(self.pool, blocks // 2, [BLOCK])
+        self.remembering = Remembering(
+            self.config,
+            block_size=BLOCK,
+            most_saved=1000,
+            identity=IDENTITY,
+            warm=[str(path) for path in hottest_first(folder)],
+        )
+        self.remembering.attach(self.pool, blocks // 2, self.retention)
+        group = CacheGroup(block_size=BLOCK, window=None, layers=NAMES)
+        self.writer = Writer(self.config, [], [], [group])
+        self.saver = Saver(self.config, group, self.writer, IDENTITY, settings)
+
+    def request(self, token_ids: list[int], salt: str | None = None) -> int:
+        """Serve one prompt; returns the blocks that it found cached, with the right content."""
+        name = f"{len(token_ids)} {salt}"
+        request = as_request(self.config, self.pool, name, token_ids, salt)
+        while self.remembering.waits(request):
+            self.step()
+        found = cached_blocks(self.pool, request.block_hashes)
+        self.pool.touch(found)
+        count = len(request.block_hashes)
+        blocks = [*found, *self.pool.get_new_blocks(count - len(found))]
+        self.pool.cache_full_blocks(request, blocks, len(found), count, BLOCK, 0)
+        self.remembering.begins(request)
+        self.retention.ask(request.block_hashes)
+        self.step()
+        slots = torch.tensor([b.block_id * BLOCK + i for b in blocks for i in range(BLOCK)])
+        cached = len(found) * BLOCK
+        for number, layer in enumerate(self.layers):
+            keys, values = kv_of(token_ids[: len(slots)], number)
+            mine = layer.kv_cache[slots[:cached] // BLOCK, :, slots[:cached] % BLOCK]
+            assert torch.equal(mine, torch.cat([keys, values], -1)[:cached])
+            layer.do_kv_cache_update(
+                layer, keys[cached:], values[cached:], layer.kv_cache, slots[cached:]
+            )
+        self.pool.free_blocks(reversed(blocks))
+        return len(found)
+
+    def step(self, preempted: bool = False) -> Any:
+        """One engine step; returns the orders."""
+        output = SimpleNamespace(preempted_req_ids={"x"} if preempted else set())
+        orders = self.remembering.orders(output)
+        self.saver.take(orders)
+        for report in self.saver.reports():
+            self.remembering.reported(report)
+        return orders
+
+    def stop(self) -> None:
+        self.remembering.stop(self.step)
+
+    def begin_round(self) -> None:
+        """Let the next step begin to save."""
+        self.remembering._next_round = 0.0

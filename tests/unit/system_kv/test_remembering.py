@@ -1,0 +1,267 @@
+"""Hot prefixes are saved, found after a restart, and cost nobody else a block or an answer."""
+
+import multiprocessing
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.system_kv.remembering_engine import BLOCK, NAMES, Engine, kv_of
+from vllm_relay.system_kv import remembering as module
+from vllm_relay.system_kv import saver, writer
+from vllm_relay.system_kv.file import SystemKVFile
+from vllm_relay.system_kv.remembered_files import hottest_first
+
+HOT = list(range(100, 100 + 6 * BLOCK))
+
+
+def _ask(engine: Engine, prompt: list[int], times: int = 4, salt: str | None = None) -> None:
+    for i in range(times):
+        engine.request([*prompt, *range(1000 * i, 1000 * i + 2 * BLOCK)], salt)
+
+
+def _saved(folder: Path) -> list[list[int]]:
+    """The prefixes in a folder, the hottest first."""
+    return [list(SystemKVFile(path).manifest.token_ids) for path in hottest_first(folder)]
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is said once or as a warning."""
+    said: list[str] = []
+    monkeypatch.setattr(module.metrics, "say_once", lambda text, *a: said.append(text))
+    monkeypatch.setattr(
+        module.metrics.logger, "warning", lambda text, *args: said.append(text % args)
+    )
+    return said
+
+
+def test_the_common_part_is_saved_at_the_end_and_found_by_the_next_engine(tmp_path: Path) -> None:
+    first = Engine(tmp_path)
+    _ask(first, HOT)
+    first.request(list(range(500, 500 + 4 * BLOCK)))  # once is not hot
+    first.stop()
+    assert _saved(tmp_path) == [HOT]
+    (path,) = tmp_path.iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    file = SystemKVFile(path)
+    for number, name in enumerate(NAMES):
+        for found, wanted in zip(file.tensors(name), kv_of(HOT, number), strict=True):
+            assert torch.equal(found, wanted)
+    assert first.pool.get_num_free_blocks() == 64
+
+    for _ in range(2):  # a second replica, too
+        second = Engine(tmp_path)
+        assert second.request([*HOT, 1, 2, 3, 4]) == 6  # which compares the content
+        assert second.pool.get_num_free_blocks() == 64
+        second.stop()  # asked for once: nothing is written, nothing removed
+        assert _saved(tmp_path) == [HOT]
+
+
+def test_a_round_copies_a_little_per_step_and_another_does_not_write_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver, "_COPY_SHARE", 0.0)
+    engine = Engine(tmp_path)
+    _ask(engine, HOT)
+    engine.begin_round()
+    steps = 0
+    while not hottest_first(tmp_path):
+        engine.step()
+        steps += 1
+        time.sleep(0.001)
+    assert steps > len(NAMES) * 6  # one block of one layer at a time
+    (path,) = hottest_first(tmp_path)
+    before = path.stat()
+    while engine.remembering._saving:
+        engine.step()
+    os.utime(path, (1, 1))
+    engine.begin_round()
+    while engine.step() or engine.remembering._saving:
+        pass
+    after = path.stat()
+    assert after.st_ino == before.st_ino and after.st_mtime > 1  # marked as hot
+
+
+@pytest.mark.parametrize("how", ["waiting", "preempted", "scarce", "reset"])
+def test_held_blocks_are_given_back_when_they_are_wanted(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver, "_COPY_SHARE", 0.0)
+    monkeypatch.setattr(writer, "_fingerprint", lambda: None)
+    engine = Engine(tmp_path)
+    _ask(engine, HOT)
+    engine.begin_round()
+    for _ in range(3):
+        engine.step()
+    assert engine.pool.get_num_free_blocks() == 64 - 6
+    if how == "waiting":
+        engine.remembering.waits(type("Request", (), {"request_id": "w"}))
+    elif how == "scarce":
+        engine.pool.get_new_blocks(64 - 6 - 3)
+    elif how == "reset":
+        engine.remembering.before_reset()
+        assert engine.pool.reset_prefix_cache()
+    assert engine.step(preempted=how == "preempted").drop
+    assert engine.pool.get_num_free_blocks() == (9 if how == "scarce" else 64)
+    for _ in range(30):
+        engine.step()
+    assert not hottest_first(tmp_path) and engine.remembering.off is None
+
+
+def test_requests_with_a_salt_are_not_saved(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    _ask(engine, HOT, salt="acme")
+    engine.stop()
+    assert not list(tmp_path.iterdir())
+
+
+def test_new_weights_end_it_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+) -> None:
+    monkeypatch.setattr(writer, "_fingerprint", lambda: (b"new", []))
+    engine = Engine(tmp_path)
+    engine.writer._weights = b"old", []
+    engine.remembering.before_reset()
+    _ask(engine, HOT)
+    engine.stop()
+    assert not list(tmp_path.iterdir())
+    assert lines == [
+        "relay: system_kv.remember is off: SystemKVError: the model's weights were changed; "
+        "nothing is saved any more"
+    ]
+
+
+def test_the_same_weights_after_a_reset_are_saved_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_fingerprint", lambda: (b"same", []))
+    engine = Engine(tmp_path)
+    engine.writer._weights = b"same", []
+    engine.remembering.before_reset()
+    _ask(engine, HOT)
+    engine.stop()
+    assert _saved(tmp_path) == [HOT]
+
+
+def _no_space(*args: Any, **kwargs: Any) -> int:
+    raise OSError(28, "No space left on device")
+
+
+def _broken(*args: Any, **kwargs: Any) -> int:
+    raise RuntimeError("planted\nfailure")
+
+
+@pytest.mark.parametrize(
+    ("failure", "line"),
+    [
+        (_no_space, "nothing was saved: [Errno 28] No space left on device"),
+        (_broken, "nothing was saved: RuntimeError: planted failure"),
+    ],
+)
+def test_a_failure_to_write_is_one_line_and_leaves_nothing(
+    failure: Callable[..., int],
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lines: list[str],
+) -> None:
+    monkeypatch.setattr(saver, "write_file", failure)
+    engine = Engine(tmp_path)
+    _ask(engine, HOT)
+    engine.stop()
+    assert lines == [f"system_kv.remember: {line}"]
+    assert not list(tmp_path.iterdir()) and engine.pool.get_num_free_blocks() == 64
+    assert engine.request([*HOT, 1, 2, 3, 4]) == 6
+
+
+@pytest.mark.parametrize("damage", ["removed", "cut", "flipped"])
+def test_a_file_that_cannot_be_loaded_is_one_line_and_the_request_runs(
+    damage: str, tmp_path: Path, lines: list[str]
+) -> None:
+    engine = Engine(tmp_path)
+    _ask(engine, HOT)
+    engine.stop()
+    second = Engine(tmp_path)
+    (path,) = hottest_first(tmp_path)
+    content = bytearray(path.read_bytes())
+    if damage == "removed":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    assert second.request([*HOT, 1, 2, 3, 4]) == 0
+    assert second.request([*HOT, 1, 2, 3, 4]) == 7
+    assert len(lines) == 1 and lines[0].startswith(f"remembered prefix not loaded: {path}: ")
+    assert second.pool.get_num_free_blocks() == 64
+
+
+def test_what_fits_is_loaded_and_the_hottest_is_evicted_last(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, blocks=256)
+    prompts = [list(range(i, i + 6 * BLOCK)) for i in (2000, 3000, 4000)]
+    for times, prompt in zip((3, 9, 6), prompts, strict=True):
+        _ask(engine, prompt, times)
+    engine.stop()
+    assert _saved(tmp_path) == [prompts[1], prompts[2], prompts[0]]
+    small = Engine(tmp_path, blocks=25)  # 12 blocks are for remembered prefixes
+    small.request(list(range(7000, 7000 + 2 * BLOCK)))
+    small.request(list(range(8000, 8000 + 12 * BLOCK)))  # evicts the coldest of 12
+    assert small.request([*prompts[1], 1, 2, 3, 4]) == 6
+    empty = Engine(tmp_path, blocks=25)
+    assert empty.request([*prompts[0], 1, 2, 3, 4]) == 0
+
+
+def test_the_folder_keeps_to_its_size_and_the_coldest_goes(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    _ask(engine, HOT)
+    engine.stop()
+    (size,) = [path.stat().st_size for path in tmp_path.iterdir()]
+    other = tmp_path / "acme.relay"
+    other.write_bytes(b"not ours")
+    newer = list(range(300, 300 + 6 * BLOCK))
+    second = Engine(tmp_path, gib=1.5 * size / 2**30)
+    _ask(second, newer)
+    second.stop()
+    assert _saved(tmp_path) == [newer] and other.exists()
+    tiny = Engine(tmp_path, gib=0.1 * size / 2**30)
+    _ask(tiny, HOT)
+    tiny.stop()
+    assert _saved(tmp_path) == [newer]
+
+
+def _save_for_ever(folder: Path, seed: int, ready: Any) -> None:
+    engine = Engine(folder, blocks=512)
+    ready.set()
+    for number in range(10**6):
+        prompt = list(range(seed + 1000 * number, seed + 1000 * number + 20 * BLOCK))
+        _ask(engine, prompt)
+        engine.begin_round()
+        for _ in range(40):
+            engine.step()
+
+
+def test_killed_writers_that_share_a_folder_leave_whole_files(tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    for kill in range(5):
+        running = []
+        for seed in (10_000_000, 20_000_000):
+            ready = fork.Event()
+            running.append(fork.Process(target=_save_for_ever, args=(tmp_path, seed, ready)))
+            running[-1].start()
+            assert ready.wait(30)
+        time.sleep(0.2 + 0.11 * kill)
+        for process in running:
+            process.kill()
+            process.join()
+    files = hottest_first(tmp_path)
+    for path in files:
+        SystemKVFile(path).verify()
+    token_ids = list(SystemKVFile(files[0]).manifest.token_ids)
+    assert Engine(tmp_path).request([*token_ids, 1, 2, 3, 4]) == 20
