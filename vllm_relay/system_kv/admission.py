@@ -176,6 +176,11 @@ def _warm(
             found.append(str(_fitting(path, vllm_config, identity, settings).path.absolute()))
         except (SystemKVError, MemoryError, RuntimeError) as error:
             problems.append(error)
+    if not getattr(vllm_config, "shutdown_timeout", 0):
+        metrics.say_once(
+            "system_kv.remember: a server saves when it stops only with --shutdown-timeout",
+            logging.INFO,
+        )
     if problems:
         metrics.say_once(
             f"{len(problems)} remembered prefixes not loaded; the hottest: {problems[0]}"
