@@ -115,6 +115,8 @@ def admit(vllm_config: Any, chat_template: str | None) -> None:
         settings = read_settings(extra)
         learns = settings.learns and not settings.files and settings.remember is None
         what = "system_kv.learn cannot be used" if learns else "system KVs cannot be loaded"
+        if settings.remember is not None and not settings.files:
+            what = "system_kv.remember cannot be used"
         reason = _unusable(vllm_config, learns)
         if reason is None and settings.remember is not None:
             what = "system_kv.remember cannot be used"
