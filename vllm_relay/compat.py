@@ -225,7 +225,7 @@ def wrap_engine_args(configure: Callable[[Any], None], admit: Callable[..., None
 
     @wrap(engine_args, "create_engine_config")
     def create(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not configured(self):
+        if not is_asked_for(self):
             return stock(self, *args, **kwargs)
         configure(self)
         config = stock(self, *args, **kwargs)

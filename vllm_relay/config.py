@@ -139,10 +139,12 @@ def configured(options: Any) -> bool:
     return named or CONNECTOR in connectors or CAPTURE_CONNECTOR in connectors
 
 
-def is_asked_for(vllm_config: Any) -> bool:
-    """True if an engine with this VllmConfig selected the backend, or has settings of ours."""
-    attention = vllm_config.attention_config
-    selected = [attention.backend, *getattr(attention, "backend_per_kind", {}).values()]
-    return configured(vllm_config) or any(
-        getattr(backend, "name", None) == BACKEND_NAME for backend in selected
-    )
+def is_asked_for(options: Any) -> bool:
+    """True if vLLM's EngineArgs or VllmConfig select the backend, or have settings of ours."""
+    attention = options.attention_config
+    given = attention if isinstance(attention, Mapping) else vars(attention)
+    selected = [getattr(options, "attention_backend", None), given.get("backend")]
+    selected += (given.get("backend_per_kind") or {}).values()
+    # By member, or by name in any case.
+    names = {str(getattr(backend, "name", backend)).upper() for backend in selected}
+    return configured(options) or BACKEND_NAME in names

@@ -1,12 +1,13 @@
 """The plugin in processes of its own: registration, pickling, versions, moved targets."""
 
+import re
 import subprocess
 import sys
 import textwrap
 
 import pytest
 
-from tests.engine.engine import ROOT, environment
+from tests.engine.engine import ROOT, SMOLLM2, environment
 from vllm_relay import compat
 from vllm_relay.compat import SUPPORTED, unsupported
 from vllm_relay.patching import TargetMoved, target, wrap
@@ -129,6 +130,28 @@ def test_the_name_is_known_before_any_engine_is_made() -> None:
         """
     )
     assert out.split()[-1] == "RELAY"
+
+
+def test_whoever_selects_the_backend_gets_its_metrics_and_nobody_else() -> None:
+    out = _python(
+        f"""
+        import os
+        from vllm.config import AttentionConfig
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm_relay.monitoring.channel import KEY
+
+        for given in (
+            {{}},
+            {{"attention_backend": "relay"}},
+            {{"attention_config": {{"backend": "relay"}}}},
+            {{"attention_config": AttentionConfig(backend="relay")}},
+        ):
+            os.environ.pop(KEY, None)
+            EngineArgs("{SMOLLM2}", enforce_eager=True, **given).create_engine_config()
+            print(KEY in os.environ)
+        """
+    )
+    assert re.findall("^(?:True|False)$", out, re.M) == ["False", "True", "True", "True"]
 
 
 def test_where_relay_is_unavailable_vllm_is_left_as_it_is_and_one_line_says_why() -> None:
