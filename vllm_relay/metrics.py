@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from multiprocessing import util
+from typing import Protocol
 
 from vllm_relay.plan import SharingStats
 
@@ -17,20 +18,37 @@ REPORT_SECONDS = 60.0
 logger = logging.getLogger("vllm.relay")
 
 
+# Groups that are shown of a step, and seconds after which they are no longer those of now.
+MOST_GROUPS, _GROUPS_SECONDS = 20, 5.0
+
 # `DevicePlan.newest`: the last step and the totals; its argument: wait for steps in progress.
 Newest = Callable[[bool], tuple[SharingStats, SharingStats]]
+# `sharing.largest_groups` of a step: at most so many of them.
+Groups = Callable[[int], list[dict[str, int]]]
 
 _total = SharingStats()
 _kv_bytes_not_read = 0
+_predicted_saved_seconds = _planning_seconds = 0.0
 _fallbacks: Counter[str] = Counter()
 # Plans on a device keep counters there: the method that reads them, and KV bytes of a token.
 _devices: list[tuple["weakref.WeakMethod[Newest]", int]] = []
+# The latest step's groups by who planned it, and when; packed segments of each.
+_groups: "weakref.WeakKeyDictionary[object, tuple[float, Groups]]" = weakref.WeakKeyDictionary()
+_packed: "weakref.WeakSet[Packed]" = weakref.WeakSet()
 _said: set[str] = set()
 _speaks = True
 _reported_at = 0.0
 
 
-def counters(wait: bool = True) -> dict[str, int]:
+class Packed(Protocol):
+    """Packed segments of a KV cache group."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+
+
+def counters(wait: bool = True) -> dict[str, float]:
     """The counters of this process since it started.
 
     Args:
@@ -41,6 +59,8 @@ def counters(wait: bool = True) -> dict[str, int]:
         steps_ungrouped: those on the CPU kernels without a group.
         groups, requests: sums over relayed steps. tokens_shared: KV tokens of their segments.
         kv_bytes_not_read: KV bytes that vLLM's own path would have read in addition, all layers.
+        predicted_saved_seconds: attention of all layers, against vLLM's own, by the cost model, on
+            the CPU. planning_seconds: of the engine's process there.
         fallbacks: failures that were left to vLLM's own attention; ``fallbacks_…`` by what failed.
     """
     total, kv_bytes = _total, _kv_bytes_not_read
@@ -53,17 +73,45 @@ def counters(wait: bool = True) -> dict[str, int]:
     return {
         **{name: getattr(total, name) for name in names},
         "kv_bytes_not_read": kv_bytes,
+        "predicted_saved_seconds": round(_predicted_saved_seconds, 6),
+        "planning_seconds": round(_planning_seconds, 6),
         "fallbacks": _fallbacks.total(),
         **{f"fallbacks_{doing}": count for doing, count in dict(_fallbacks).items()},
     }
 
 
-def count_step(stats: SharingStats, kv_bytes_not_read: int) -> None:
-    """Count one planned step; ``kv_bytes_not_read``: as `counters`."""
-    global _total, _kv_bytes_not_read
+def count_step(
+    stats: SharingStats, kv_bytes_not_read: int, saved_seconds: float, planning_seconds: float
+) -> None:
+    """Count one planned step; arguments as in `counters`."""
+    global _total, _kv_bytes_not_read, _predicted_saved_seconds, _planning_seconds
     _total += stats
     _kv_bytes_not_read += kv_bytes_not_read
+    _predicted_saved_seconds += saved_seconds
+    _planning_seconds += planning_seconds
     log_sharing(stats)
+
+
+def show_groups(planner: object, groups: Groups | None) -> None:
+    """Show these groups as those of the planner's latest step; None: it has none."""
+    _groups[planner] = time.monotonic(), groups or (lambda most: [])
+
+
+def groups() -> list[dict[str, int]]:
+    """Groups of the latest step, of the KV cache group that saves most; none after an idle time."""
+    since = time.monotonic() - _GROUPS_SECONDS
+    found = [shown(MOST_GROUPS) for at, shown in list(_groups.values()) if at >= since]
+    return max(found, key=lambda x: sum((g["requests"] - 1) * g["tokens"] for g in x), default=[])
+
+
+def follow_packed(packed: Packed) -> None:
+    """Add these packed segments to `packed_bytes`, as long as they live."""
+    _packed.add(packed)
+
+
+def packed_bytes() -> int:
+    """Bytes of this process's packed segments."""
+    return sum(packed.nbytes for packed in list(_packed))
 
 
 def count_fallback(doing: str) -> None:

@@ -89,7 +89,12 @@ def _answer(worker: Any) -> None:
         engine = worker.vllm_config.parallel_config.data_parallel_index
         answer(
             f"{engine}-{worker.rank}-{os.getpid()}",
-            lambda: {"engine": engine, "counters": metrics.counters(wait=False)},
+            lambda: {
+                "engine": engine,
+                "counters": metrics.counters(wait=False),
+                "groups": metrics.groups(),
+                "packed_bytes": metrics.packed_bytes(),
+            },
         )
 
 

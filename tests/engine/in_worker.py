@@ -194,9 +194,10 @@ class WorkerExtension(LayerReporter):
         def plan(self: Any, common: Any) -> Any:
             planned = stock(self, common)
             _watched["packed_bytes"] = max(_watched.get("packed_bytes", 0), self.packed.nbytes)
-            for step, stats in planned.values():
-                if not stats.groups:
+            for found in planned.values():
+                if not found.stats.groups:
                     continue
+                step = found.step
                 starts = step.plan.context.query_start_loc
                 grouped = step.plan.index[0][starts[:-1]] >= 0
                 seen = {"levels": [len(step.plan.levels)], "queries": np.diff(starts)[grouped]}
@@ -207,7 +208,7 @@ class WorkerExtension(LayerReporter):
 
         StepPlanner.plan = plan
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, float]:
         return metrics.counters()
 
     def write_counters(self, folder: str) -> None:

@@ -9,8 +9,11 @@ verify, prefills.
 
 import logging
 import random
+import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +27,12 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vllm_relay import compat, metrics
 from vllm_relay.backend.continuity import Continuity, continuity
-from vllm_relay.backend.cpu_impl import RelayImpl, RelayMetadata, RelayStep
+from vllm_relay.backend.cpu_impl import RelayImpl, RelayMetadata
 from vllm_relay.backend.engine_support import engine_refusal
 from vllm_relay.backend.fallback import Fallback
 from vllm_relay.backend.memory import memory_bound
 from vllm_relay.backend.packed_cache import PackedCache
-from vllm_relay.backend.step_planner import StepPlanner
+from vllm_relay.backend.step_planner import Planned, StepPlanner
 from vllm_relay.calibration.start_up import load_or_measure
 from vllm_relay.calibration.steps import Shape, describe
 from vllm_relay.config import RelayConfig, only_system_kv
@@ -37,7 +40,7 @@ from vllm_relay.ops.native import library as native
 from vllm_relay.ops.native.prepared import AttentionShape
 from vllm_relay.ops.step.native import partial_bytes
 from vllm_relay.plan import SharingStats
-from vllm_relay.sharing import reads
+from vllm_relay.sharing import largest_groups, reads
 
 LEVELS = 3
 # Tokens of each request behind a shared prefix, in `RelayMetadataBuilder.could_save`.
@@ -79,6 +82,8 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         )
         self._impls: list[RelayImpl] = [layer.impl for layer in self._layers.values()]
         self._bytes_per_token: dict[AttentionShape, int] = {}
+        # Layers whose predictions are seconds, by shape.
+        self._timed_layers: Counter[AttentionShape] = Counter()
         self._relayed = False
         self._fallback = Fallback()
         self._scrubbed: list[RelayImpl] = []
@@ -130,8 +135,11 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
             impl.packed, impl.failed = packed, self.failed
         self._scrubbed = served if config.scrub else []
         metrics.report_at_exit()
+        metrics.follow_packed(packed)
         # KV reads where a setting says so, else predicted time.
         least = config.min_saved_tokens
+        if least is None:
+            self._timed_layers = Counter(impl.shape for impl in served if impl.shape is not None)
         costs = {
             shape: load_or_measure(self, layer, shape) if least is None else reads(least)
             for shape, layer in layer_of.items()
@@ -169,12 +177,13 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         if self.planner is None:
             return metadata
         try:
+            started = time.perf_counter()
             planned = self.planner.plan(common_attn_metadata)
-            self._count(planned)
+            self._count(planned, time.perf_counter() - started)
             self._relay(bool(planned))
             if not planned:
                 return metadata
-            steps = {shape: step for shape, (step, _) in planned.items()}
+            steps = {shape: found.step for shape, found in planned.items()}
             if self._scrubbed:
                 layer = random.choice(self._scrubbed)
                 assert layer.shape is not None
@@ -189,20 +198,19 @@ class RelayMetadataBuilder(CPUAttentionMetadataBuilder):
         """True if so many decodes form a group over so many tokens, each with `OWN_TOKENS` more."""
         step = describe(Shape(rows, tokens, OWN_TOKENS), self.kv_cache_spec.block_size)
         planned = {} if self.planner is None else self.planner.plan(step)
-        return any(stats.groups for _, stats in planned.values())
+        return any(found.stats.groups for found in planned.values())
 
-    def _count(self, planned: Mapping[AttentionShape, tuple[RelayStep, SharingStats]]) -> None:
-        """Count a step as that of the shape that shares most."""
-        stats = max(
-            (stats for _, stats in planned.values()),
-            key=lambda stats: stats.tokens_saved,
-            default=SharingStats(steps=1),
-        )
-        saved = {shape: stats.tokens_saved for shape, (_, stats) in planned.items()}
+    def _count(self, planned: Mapping[AttentionShape, Planned], seconds: float) -> None:
+        """Count a step as that of the shape that shares most; ``seconds``: of planning."""
+        most = max(planned.values(), key=lambda found: found.stats.tokens_saved, default=None)
+        stats = most.stats if most else SharingStats(steps=1)
         metrics.count_step(
             replace(stats, steps_ungrouped=int(bool(planned) and not stats.groups)),
-            sum(tokens * self._bytes_per_token[shape] for shape, tokens in saved.items()),
+            sum(x.stats.tokens_saved * self._bytes_per_token[k] for k, x in planned.items()),
+            sum(x.saved * self._timed_layers[k] for k, x in planned.items()),
+            seconds,
         )
+        metrics.show_groups(self, partial(largest_groups, most.forest) if most else None)
 
     def _relay(self, relayed: bool) -> None:
         if relayed != self._relayed:

@@ -118,9 +118,9 @@ class Probe:
         planned = planner.plan(common)
         if not planned:
             return self._forward(metadata, common), None
-        ((step, stats),) = planned.values()
-        metadata = RelayMetadata(**vars(metadata), relay={self.shape: step})
-        return self._forward(metadata, common, RelayImpl.forward_relayed), stats
+        (found,) = planned.values()
+        metadata = RelayMetadata(**vars(metadata), relay={self.shape: found.step})
+        return self._forward(metadata, common, RelayImpl.forward_relayed), found.stats
 
     def _forward(
         self,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import REGISTRY, Metric
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
@@ -22,6 +22,13 @@ COUNTERS = {
     "requests": "Requests in groups of relayed steps.",
     "tokens_shared": "KV tokens of shared segments, once per group and step.",
     "kv_bytes_not_read": "KV bytes that vLLM's own attention would have read in addition.",
+    "predicted_saved_seconds": "Time of attention saved on the CPU, by the cost model.",
+    "planning_seconds": "Time spent on planning steps on the CPU.",
+}
+# Gauges of the groups of an engine's latest step; ``place`` is their order in `metrics.groups`.
+GROUPS = {
+    "requests": "Requests of a group of the latest step, the groups inside of it next.",
+    "tokens": "KV tokens that a group of the latest step shares.",
 }
 # Each worker counts its part of them; of the others all workers of an engine count the same.
 SUMMED = ("kv_bytes_not_read",)
@@ -29,7 +36,7 @@ FALLBACKS = "fallbacks_"
 
 
 class RelayCollector(Collector):
-    """``vllm:relay_*_total`` of every engine of this process's server.
+    """``vllm:relay_*`` of every engine of this process's server.
 
     A worker that does not answer in time, in a long step, counts as when it was last heard.
 
@@ -64,17 +71,32 @@ class RelayCollector(Collector):
     def _families(self) -> Iterator[Metric]:
         engines: dict[str, list[channel.Report]] = defaultdict(list)
         for _, report in sorted(self._heard.items()):
-            engines[str(report["engine"])].append(report["counters"])
+            engines[str(report["engine"])].append(report)
         if not engines:
             return
         labels = ["model_name", "engine"]
         for name, text in COUNTERS.items():
             family = CounterMetricFamily(f"vllm:relay_{name}", text, labels=labels)
             for engine, workers in engines.items():
-                values = [counters[name] for counters in workers]
+                values = [worker["counters"][name] for worker in workers]
                 value = sum(values) if name in SUMMED else values[0]
                 family.add_metric([self.model_name, engine], value)
             yield family
+        packed = GaugeMetricFamily(
+            "vllm:relay_packed_bytes", "Bytes of packed segments, of all workers.", labels=labels
+        )
+        for engine, workers in engines.items():
+            packed.add_metric([self.model_name, engine], sum(x["packed_bytes"] for x in workers))
+        yield packed
+        for name, text in GROUPS.items():
+            of_groups = GaugeMetricFamily(
+                f"vllm:relay_group_{name}", text, labels=[*labels, "place", "level"]
+            )
+            for engine, workers in engines.items():
+                for place, group in enumerate(workers[0]["groups"]):  # alike in all workers
+                    label = [self.model_name, engine, str(place), str(group["level"])]
+                    of_groups.add_metric(label, group[name])
+            yield of_groups
         family = CounterMetricFamily(
             "vllm:relay_fallbacks",
             "Failures that were left to vLLM's own attention, by what failed.",
@@ -89,8 +111,8 @@ class RelayCollector(Collector):
 def _fallbacks(workers: list[channel.Report]) -> dict[str, int]:
     """Fallbacks of all workers by reason."""
     found: dict[str, int] = defaultdict(int)
-    for counters in workers:
-        for name, count in counters.items():
+    for worker in workers:
+        for name, count in worker["counters"].items():
             if name.startswith(FALLBACKS):
                 found[name.removeprefix(FALLBACKS)] += count
     return found

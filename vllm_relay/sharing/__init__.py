@@ -2,7 +2,7 @@
 
 from vllm_relay.sharing.cost import Costs, KernelCosts, StepShape, predict, predict_stock, reads
 from vllm_relay.sharing.forest import Forest, Group, Level, Segment
-from vllm_relay.sharing.plan import HostPlan, blocks_of, make_plan, stats_of
+from vllm_relay.sharing.plan import HostPlan, blocks_of, largest_groups, make_plan, stats_of
 from vllm_relay.sharing.planner import Planner
 from vllm_relay.sharing.policy import Choice, choose
 from vllm_relay.sharing.trie import Trie, build_trie
@@ -22,6 +22,7 @@ __all__ = [
     "blocks_of",
     "build_trie",
     "choose",
+    "largest_groups",
     "make_plan",
     "predict",
     "predict_stock",

@@ -96,6 +96,26 @@ def stats_of(forest: Forest, seq_lens: NDArray[np.signedinteger[Any]]) -> Sharin
     )
 
 
+def largest_groups(forest: Forest, most: int) -> list[dict[str, int]]:
+    """Up to ``most`` groups: ``level``, ``requests`` and ``tokens``, those that save most first.
+
+    Each is followed by the groups inside of it.
+    """
+    found: list[dict[str, int]] = []
+
+    def add(level: int, around: Int32Array) -> None:
+        inside = [group for group in forest.levels[level] if group.rows[0] in around]
+        for group in sorted(inside, key=lambda g: -len(g.rows[1:]) * g.segment.blocks):
+            tokens = group.segment.blocks * forest.block_size
+            found.append({"level": level, "requests": len(group.rows), "tokens": tokens})
+            if level + 1 < len(forest.levels):
+                add(level + 1, group.rows)
+
+    if forest.levels:
+        add(0, np.arange(forest.num_rows, dtype=np.int32))
+    return found[:most]
+
+
 def blocks_of(group: Group, block_table: Int32Array) -> Int32Array:
     """The KV blocks of a group's segment, int32; ``block_table`` [R, M] as in `make_plan`."""
     return block_table[group.rows[0], group.segment.start : group.segment.end]

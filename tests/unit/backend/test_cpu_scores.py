@@ -42,8 +42,8 @@ def test_blocks_that_a_window_has_left_are_shared_by_those_who_see_them() -> Non
     tables = [[0, 0, 3, 4, 10], [0, 2, 3, 4, 12], [13, 14]]
     common = make_step(tables, [4 * BLOCK + 20, 3 * BLOCK + 30, 50])
     assert bench.builder.planner is not None
-    common_step = bench.builder.planner.plan(common)
-    ((step, stats),) = common_step.values()
+    (found,) = bench.builder.planner.plan(common).values()
+    step, stats = found.step, found.stats
     assert (stats.groups, stats.requests, stats.tokens_shared) == (1, 2, 2 * BLOCK)
     (level,) = step.plan.levels
     assert level.block_table[0].tolist() == [2, 3]

@@ -76,8 +76,8 @@ def test_a_step_beyond_the_bound_of_partials_has_no_groups() -> None:
 
 
 def _groups(planner: StepPlanner, common: Any) -> int:
-    ((_, stats),) = planner.plan(common).values()
-    return stats.groups
+    (found,) = planner.plan(common).values()
+    return found.stats.groups
 
 
 def test_the_partials_of_a_long_step_of_wide_layers_are_counted_whole() -> None:

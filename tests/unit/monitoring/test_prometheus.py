@@ -17,7 +17,7 @@ from vllm_relay.monitoring import channel
 from vllm_relay.monitoring.prometheus import COUNTERS, RelayCollector
 
 Samples = dict[tuple[str, ...], float]
-LABELS = ("model_name", "engine", "reason")
+LABELS = ("model_name", "engine", "reason", "place", "level")
 
 
 @pytest.fixture(autouse=True)
@@ -26,10 +26,15 @@ def new_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     channel.open_channel()
 
 
-def report(engine: int, first: int, **fallbacks: int) -> str:
-    """Counters first, first + 1, ... of one worker."""
+def report(engine: int, first: int, groups: int = 0, **fallbacks: int) -> str:
+    """Counters first, first + 1, ... and groups of one worker."""
     counters = {name: first + i for i, name in enumerate(COUNTERS)}
-    return json.dumps({"engine": engine, "counters": counters | fallbacks})
+    tree = [
+        {"level": 0, "requests": 5, "tokens": 256},
+        {"level": 1, "requests": 3, "tokens": 128},
+    ]
+    found = {"engine": engine, "counters": counters | fallbacks, "packed_bytes": 7}
+    return json.dumps(found | {"groups": tree[:groups]})
 
 
 def scrape(collector: RelayCollector) -> Samples:
@@ -53,16 +58,20 @@ def test_each_engine_has_the_counters_of_a_worker_and_the_bytes_of_all() -> None
     collector = RelayCollector("model")
     assert scrape(collector) == {}
     with ExitStack() as stack:
-        stack.enter_context(worker("0-0-1", report(0, 10, fallbacks=3, fallbacks_plan=3)))
-        stack.enter_context(worker("0-1-2", report(0, 10, fallbacks=1, fallbacks_plan=1)))
-        stack.enter_context(worker("1-0-3", report(1, 20, fallbacks=2, fallbacks_load=2)))
+        stack.enter_context(worker("0-0-1", report(0, 10, 2, fallbacks=3, fallbacks_plan=3)))
+        stack.enter_context(worker("0-1-2", report(0, 10, 2, fallbacks=1, fallbacks_plan=1)))
+        stack.enter_context(worker("1-0-3", report(1, 20, 2, fallbacks=2, fallbacks_load=2)))
         heard(3)
-        heard(len(COUNTERS) * 2 + 2, lambda: scrape(collector))
+        heard(len(COUNTERS) * 2 + 2 + 2 + 2 * 4, lambda: scrape(collector))
         found = scrape(collector)
     for i, name in enumerate(COUNTERS):
         both = 2 * (10 + i) if name == "kv_bytes_not_read" else 10 + i
         assert found[f"vllm:relay_{name}_total", "model", "0"] == both
         assert found[f"vllm:relay_{name}_total", "model", "1"] == 20 + i
+    assert found["vllm:relay_group_requests", "model", "0", "0", "0"] == 5
+    assert found["vllm:relay_group_tokens", "model", "1", "1", "1"] == 128
+    assert found["vllm:relay_packed_bytes", "model", "0"] == 14
+    assert found["vllm:relay_packed_bytes", "model", "1"] == 7
     reasons = {key[1:]: value for key, value in found.items() if "fallbacks" in key[0]}
     assert reasons == {("model", "0", "plan"): 4, ("model", "1", "load"): 2}
 
@@ -70,7 +79,7 @@ def test_each_engine_has_the_counters_of_a_worker_and_the_bytes_of_all() -> None
 def test_a_worker_that_is_busy_counts_as_when_it_was_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     collector = RelayCollector("model")
     with worker("0-0", report(0, 5)):
-        heard(len(COUNTERS), lambda: scrape(collector))
+        heard(len(COUNTERS) + 1, lambda: scrape(collector))
     monkeypatch.setattr(channel, "ask", dict)
     assert scrape(collector)["vllm:relay_steps_total", "model", "0"] == 5
 
@@ -78,7 +87,7 @@ def test_a_worker_that_is_busy_counts_as_when_it_was_heard(monkeypatch: pytest.M
 def test_workers_of_the_engine_before_are_forgotten() -> None:
     collector = RelayCollector("first")
     with worker("0-0", report(0, 5)):
-        heard(len(COUNTERS), lambda: scrape(collector))
+        heard(len(COUNTERS) + 1, lambda: scrape(collector))
     channel.open_channel()
     collector.begin("second")
     assert scrape(collector) == {}
