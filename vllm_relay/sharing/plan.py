@@ -106,7 +106,7 @@ def largest_groups(forest: Forest, most: int) -> list[dict[str, int]]:
     def add(level: int, around: Int32Array) -> None:
         inside = [group for group in forest.levels[level] if group.rows[0] in around]
         for group in sorted(inside, key=lambda g: -len(g.rows[1:]) * g.segment.blocks):
-            tokens = group.segment.blocks * forest.block_size
+            tokens = int(group.segment.blocks) * forest.block_size
             found.append({"level": level, "requests": len(group.rows), "tokens": tokens})
             if level + 1 < len(forest.levels):
                 add(level + 1, group.rows)

@@ -1,5 +1,6 @@
 """make_plan: from its arrays alone every request's blocks can be put together again."""
 
+import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +15,7 @@ from vllm_relay.sharing import (
     Group,
     HostPlan,
     Segment,
+    largest_groups,
     make_plan,
     stats_of,
 )
@@ -241,3 +243,19 @@ def test_bad_input_is_named(rows: int, dtype, seq_lens: list[int], message: str)
             np.array(seq_lens, dtype=np.int32),
             starts_of([1] * rows),
         )
+
+
+def test_the_largest_groups_come_first_with_those_inside_next_as_plain_numbers() -> None:
+    levels = (
+        (group(0, 2, 0, 1), group(0, 3, 2, 3, 4, 5)),
+        (group(3, 1, 2, 3), group(3, 4, 4, 5)),
+    )
+    found = largest_groups(Forest(levels, 7, BLOCK_SIZE), 3)
+    assert [(x["level"], x["requests"], x["tokens"]) for x in found] == [
+        *((0, 4, 12), (1, 2, 16), (1, 2, 4)),
+    ]
+    assert largest_groups(Forest((), 7, BLOCK_SIZE), 3) == []
+    table = np.arange(1, 13, dtype=np.int32).reshape(3, 4)
+    table[1, :2] = table[0, :2]
+    forest = find_forest(table, np.full(3, 4 * BLOCK_SIZE - 1, dtype=np.int32), BLOCK_SIZE)
+    assert json.dumps(largest_groups(forest, 3)) == '[{"level": 0, "requests": 2, "tokens": 8}]'
