@@ -13,6 +13,7 @@ import transformers
 
 from benchmarks.harness.architectures import ARCHITECTURES, WINDOW
 from benchmarks.harness.random_model import VOCABULARY, write_model
+from tests.engine.models import skip_where_not_served
 from tests.engine.system_kv import run_program, run_relay
 from vllm_relay.system_kv.file import SystemKVFile
 
@@ -90,6 +91,7 @@ def _distance(answers: dict[str, Any], reference: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("hybrid", HYBRIDS, ids=lambda hybrid: hybrid.architecture)
 def test_requests_hit_and_answer_as_without_the_file(hybrid: Hybrid, tmp_path: Path) -> None:
+    skip_where_not_served(hybrid.architecture)
     architecture = ARCHITECTURES[hybrid.architecture]
     model = write_model(tmp_path / "model", architecture(), peak=architecture.peak)
     files = [tmp_path / "acme.relay", tmp_path / "other.relay"]
