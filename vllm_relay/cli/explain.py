@@ -29,7 +29,7 @@ class Objective(StrEnum):
 
 
 def explain(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Request log: JSON lines.")],
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Request log, see below.")],
     concurrency: Annotated[
         list[int] | None,
         typer.Option(min=1, help="Requests that decode at once; may be repeated. Default: 64."),
@@ -62,7 +62,9 @@ def explain(
 ) -> None:
     """Replay a request log: shared prefixes, KV reads saved, predicted speed-up.
 
-    Each line of TRACE is a JSON object with one prompt:
+    TRACE is the log of vllm serve --enable-log-requests with
+    VLLM_LOGGING_LEVEL=DEBUG, or a file of OpenAI's batch API, or each of its
+    lines is a JSON object with one prompt:
 
     - hash_ids (a number per block), input_length, output_length, as Mooncake
 

@@ -1,5 +1,6 @@
-"""Request logs: JSON lines -> the requests, with the KV blocks that their prompts would lie in."""
+"""Request logs, JSON lines or a server's: requests, and the KV blocks that their prompts fill."""
 
+import re
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, StrictFloat, StrictInt
 
+from vllm_relay.explain import server_log
 from vllm_relay.sharing.order import order
 from vllm_relay.validation import Count, checked, parse_json
 
@@ -19,6 +21,8 @@ DEFAULT_OUTPUT = 256
 HASHED_BLOCK, TOKEN_BLOCK = 512, 16
 _MOST = 2**31  # lengths are int32 from here on
 _Milliseconds = Annotated[StrictFloat, Field(gt=-1e18, lt=1e18)]
+# A line of a program's log: letters, or "(" of vLLM's process names.
+_SERVER_LINE = re.compile(rb"[A-Z(]")
 _KINDS = ("hash_ids", "prompt_token_ids", "prompt", "messages")
 
 
@@ -71,7 +75,9 @@ def read_trace(
     ``{"hash_ids": [...], "input_length": n, "output_length": n}``: one id per block of the prompt,
     as in Mooncake's traces; the last block may be partly filled. Or, with the length of the answer
     as ``output_length`` or ``max_tokens`` (else `DEFAULT_OUTPUT`), ``{"prompt_token_ids": [...]}``,
-    ``{"prompt": "text" or token ids}`` or ``{"messages": [...]}``. ``timestamp`` is optional.
+    ``{"prompt": "text" or token ids}`` or ``{"messages": [...]}``. ``timestamp`` is optional. A
+    line of OpenAI's batch files has such a row as its ``body``. A file that begins with a
+    capital letter or "(" is read as the log of a server, see `server_log`.
 
     Args:
         block_tokens: tokens per block; 512 where None for rows of hashes and 16 for others.
@@ -81,13 +87,23 @@ def read_trace(
         ValueError: naming the file, the line and what is wrong there.
         OSError: the file cannot be read.
     """
-    rows = []
+    rows: list[tuple[int, str, dict[str, Any]]]
     with path.open("rb") as file:
-        for line, content in enumerate(file, 1):
-            if content.strip():
-                rows.append((line, *_row(content, f"{path}:{line}: ")))
-    if not rows:
+        lines = file.readlines()
+    first = next((line.lstrip() for line in lines if line.strip()), None)
+    if first is None:
         raise ValueError(f"{path}: is empty")
+    if _SERVER_LINE.match(first):
+        try:
+            rows = [(line, "prompt_token_ids", row) for line, row in server_log.rows(lines)]
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+    else:
+        rows = [
+            (line, *_row(content, f"{path}:{line}: "))
+            for line, content in enumerate(lines, 1)
+            if content.strip()
+        ]
     hashed = {kind == "hash_ids" for _, kind, _ in rows}
     if block_tokens is None:
         if len(hashed) > 1:
@@ -137,6 +153,8 @@ def _row(content: bytes, where: str) -> tuple[str, dict[str, Any]]:
     row = parse_json(content, where)
     if not isinstance(row, dict):
         raise ValueError(f"{where}must be an object, one per line")
+    if isinstance(row.get("body"), dict):  # a line of a batch file
+        row = row["body"]
     kind = next((kind for kind in _KINDS if kind in row), None)
     if kind is None:
         raise ValueError(f"{where}has none of {', '.join(_KINDS)}")
@@ -175,7 +193,7 @@ def _prompt(
 
 
 def _answer(row: dict[str, Any], where: str) -> int:
-    for name in ("output_length", "max_tokens"):
+    for name in ("output_length", "max_completion_tokens", "max_tokens"):
         if row.get(name) is not None:
             return checked(Count, row[name], f"{where}{name}")
     return DEFAULT_OUTPUT

@@ -1,6 +1,9 @@
 """Request logs as they come, and how those that cannot be read are refused."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +152,46 @@ def test_a_tokenizer_that_fails_is_named_with_the_line(log: Path) -> None:
     content = b'{"messages": [{}]}'
     message = refused(log, content, tokenize=tokenize)
     assert message == ":1: the tokenizer refuses messages: 'role'"
+
+
+def test_a_batch_file(log: Path) -> None:
+    body = {"model": "m", "prompt": [1, 2, 3, 4], "max_completion_tokens": 7}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    assert read(log, line) == [Request(0.0, 4, 7, (1,), line=1)]
+    assert refused(log, b'{"body": {"input": "x"}}').startswith(":1: has none of hash_ids")
+
+
+def test_the_log_of_a_server(log: Path) -> None:
+    """Lines as vLLM's own class and format write them, among others."""
+    script = """
+from vllm import SamplingParams
+from vllm.entrypoints.serve.utils.request_logger import RequestLogger
+from vllm.logger import _configure_vllm_root_logger
+_configure_vllm_root_logger()
+logger = RequestLogger(max_log_len=None)
+for name, prompt, ids in (
+    ("cmpl-1", "a\\nb, prompt_token_ids: [9], ", [1, 2, 3, 4, 5]),
+    ("cmpl-2", None, [1, 2, 3, 4]),
+    ("cmpl-3", None, None),
+):
+    logger.log_inputs(name, prompt, ids, None, SamplingParams(max_tokens=8), None)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"VLLM_LOGGING_LEVEL": "DEBUG"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    log.write_text(done.stdout + done.stderr)
+    first, second = read_trace(log, 4).requests
+    assert (first.input_length, first.output_length, first.blocks) == (5, 8, (1,))
+    assert (second.input_length, second.output_length, second.blocks) == (4, 8, (1,))
+    assert 0 <= second.timestamp - first.timestamp <= 60_000 and second.line > first.line
+
+
+def test_a_servers_log_without_prompts_says_what_would_log_them(log: Path) -> None:
+    line = b"(APIServer pid=7) INFO 11-26 22:33:57 [request_logger.py:61] Received request a: "
+    line += b"params: SamplingParams(n=1, max_tokens=8), lora_request: None.\n"
+    assert "VLLM_LOGGING_LEVEL=DEBUG" in refused(log, line)
+    assert "neither JSON lines nor" in refused(log, b"INFO 11-26 22:33:57 [api.py:1] Started.\n")
