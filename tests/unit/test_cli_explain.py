@@ -229,6 +229,17 @@ def test_a_plot_is_a_png_and_takes_the_place_of_an_older_one(
     assert sorted(Path().iterdir()) == before
 
 
+def test_a_page_has_the_tables_and_the_figure_and_loads_nothing() -> None:
+    pytest.importorskip("matplotlib")
+    write(Path("a<b>{c}.jsonl"), [row(8, 4, [1, 2]), row(8, 4, [1, 3])])
+    done = cli("a<b>{c}.jsonl", "--block-tokens", "4", "--html", "page.html")
+    assert done.exit_code == 0 and "KV reads saved" in done.stdout
+    page = Path("page.html").read_text()
+    assert "<title>vllm-relay explain a&lt;b&gt;{c}.jsonl</title>" in page
+    assert "KV reads saved" in page and 'src="data:image/png;base64,iVBOR' in page
+    assert not re.search(r"https?://|<script|<b>{c}", page)
+
+
 def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_read() -> None:
     pytest.importorskip("matplotlib")
     Path("folder").mkdir()
@@ -243,7 +254,7 @@ def test_an_older_plot_stays_where_there_is_nothing_to_draw() -> None:
     pytest.importorskip("matplotlib")
     Path("plot.png").write_text("older")
     write(Path("silent.jsonl"), [row(512, 0, [1])])
-    message = "--plot: no request generates a token"
+    message = "nothing to plot: no request generates a token"
     assert refused("silent.jsonl", "--plot", "plot.png") == message
     assert refused("nope.jsonl", "--plot", "plot.png").endswith("file or directory: 'nope.jsonl'")
     assert Path("plot.png").read_text() == "older"

@@ -1,6 +1,7 @@
 """``vllm-relay explain``: a request log replayed, with its shared KV reads and their gain."""
 
 import importlib.util
+import io
 import json
 from contextlib import ExitStack
 from enum import StrEnum
@@ -9,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
-from vllm_relay.cli.console import JsonFlag, one_line_errors, out, progress
+from vllm_relay.cli.console import PLAIN, JsonFlag, one_line_errors, out, progress
 
 if TYPE_CHECKING:
     from vllm_relay.explain.trace import Tokenize
@@ -45,6 +47,9 @@ def explain(
         str, typer.Option(metavar="N", help="Most levels of nested groups; CPUs use 3.")
     ] = "all",
     plot: Annotated[Path | None, typer.Option(help="Write a PNG of KV reads over time.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write tables and figure as one HTML file.")
+    ] = None,
     model: Annotated[
         Path | None, typer.Option(help="Folder with config.json (heads) and tokenizer.")
     ] = None,
@@ -82,6 +87,7 @@ def explain(
     with one_line_errors(), ExitStack() as files:
         levels = _levels(max_levels)
         shape = _shape(model, heads=heads, kv_heads=kv_heads, head_size=head_size)
+        from vllm_relay.cli.report import TOTALS, as_data, as_page, gain, show
         from vllm_relay.explain.replay import replay
         from vllm_relay.explain.trace import read_trace
         from vllm_relay.sharing.cost import reads
@@ -93,10 +99,12 @@ def explain(
         by_time = objective is Objective.TIME
         seconds = found.costs.with_packing(KEEP_STEPS)
         costs = seconds.with_margin(found.margin) if by_time else reads()
-        if plot is not None:
-            if importlib.util.find_spec("matplotlib") is None:
-                raise ValueError("--plot needs matplotlib: pip install matplotlib")
-            draft = files.enter_context(replacing(plot))
+        drafts: dict[str, Path] = {}
+        for option, target in (("--plot", plot), ("--html", html)):
+            if target is not None:
+                if importlib.util.find_spec("matplotlib") is None:
+                    raise ValueError(f"{option} needs matplotlib: pip install matplotlib")
+                drafts[option] = files.enter_context(replacing(target))
         log = read_trace(trace, block_tokens, _tokenize(tokenizer or model))
 
         def run(count: int, log: Any = log) -> Any:
@@ -114,14 +122,19 @@ def explain(
         results = [run(count) for count in counts]
         ordered = log.reordered() if reorder else None
         reordered = [run(count, ordered) for count in counts] if ordered else []
-        if plot is not None:
+        options = {"objective": objective.value, "max_levels": max_levels}
+        if drafts:
             from vllm_relay.cli.plot import draw
 
-            draw(results, draft, trace.name)
+            figure = draw(results, trace.name)
+            if "--plot" in drafts:
+                drafts["--plot"].write_bytes(figure)
+        if "--html" in drafts:
+            page = Console(**PLAIN, record=True, width=110, file=io.StringIO())
+            show(page, results, reordered, log, trace, found.source, **options)
+            text = as_page(page, f"vllm-relay explain {trace.name}", figure)
+            drafts["--html"].write_text(text, encoding="utf-8")
 
-    from vllm_relay.cli.report import TOTALS, as_data, gain, show
-
-    options = {"objective": objective.value, "max_levels": max_levels}
     if as_json:
         used = {**shape, "source": found.source, "margin": found.margin, **options}
         data = [as_data(result, log, used) for result in results]
@@ -130,7 +143,7 @@ def explain(
             entry["reordered"] = totals | {"times_as_fast": gain(given, other)}
         out.print_json(data=data if len(data) > 1 else data[0])
     else:
-        show(results, reordered, log, trace, found.source, **options)
+        show(Console(**PLAIN), results, reordered, log, trace, found.source, **options)
 
 
 def _levels(given: str) -> int:

@@ -1,6 +1,6 @@
 """The picture of `explain`: KV tokens read per decode step over the time of the trace."""
 
-from pathlib import Path
+import io
 from typing import Any
 
 import numpy as np
@@ -12,14 +12,14 @@ BINS = 160
 Floats = NDArray[np.float64]
 
 
-def draw(results: list[Replay], path: Path, name: str) -> None:
-    """Write the PNG: KV tokens per step of one replay, or shares saved of several.
+def draw(results: list[Replay], name: str) -> bytes:
+    """The PNG: KV tokens per step of one replay, or shares saved of several.
 
     Raises:
         ValueError: there is nothing to draw.
     """
     if not all(result.steps for result in results):
-        raise ValueError("--plot: no request generates a token")
+        raise ValueError("nothing to plot: no request generates a token")
     import matplotlib
 
     matplotlib.use("Agg")
@@ -58,8 +58,10 @@ def draw(results: list[Replay], path: Path, name: str) -> None:
     figure.legend(loc="outside lower center", ncols=2, columnspacing=1.2, frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    figure.savefig(path, format="png", dpi=150)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=150)
     pyplot.close(figure)
+    return image.getvalue()
 
 
 def _binned(result: Replay, in_time: bool) -> list[Floats]:

@@ -1,6 +1,8 @@
-"""The results of `explain`, for people and as JSON."""
+"""The results of `explain`, for people, as JSON and as a web page."""
 
+from base64 import b64encode
 from dataclasses import asdict
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_relay.cli.console import PLAIN
 from vllm_relay.explain.replay import Replay
 from vllm_relay.explain.trace import Trace
 
@@ -20,6 +21,31 @@ TOTALS = (
     *("requests", "steps", "kv_tokens_stock", "kv_tokens_relay", "kv_tokens_once", "saved"),
     *("predicted_speedup", "levels_used", "concurrency", "steps_relayed"),
 )
+# rich's ``code_format``; the page loads nothing.
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<title>TITLE</title>
+<style>
+  :root {{ color-scheme: light dark; }}
+  body {{ margin: 2rem auto; max-width: 66rem; padding: 0 1.5rem; }}
+  pre {{ font: 15px/1.35 ui-monospace, "DejaVu Sans Mono", monospace; overflow-x: auto; }}
+  img {{ width: 100%; background: white; }}
+</style>
+<pre>{code}</pre>
+FIGURE
+</html>
+"""
+
+
+def as_page(console: Console, title: str, figure: bytes) -> str:
+    """What a recording console was given, and a PNG, as one HTML file."""
+    data = b64encode(figure).decode()
+    image = f'<img alt="KV reads over time" src="data:image/png;base64,{data}">'
+    # Braces are rich's.
+    heading = escape(title).replace("{", "{{").replace("}", "}}")
+    page = _PAGE.replace("TITLE", heading).replace("FIGURE", image)
+    return console.export_html(code_format=page, inline_styles=True)
 
 
 def as_data(result: Replay, log: Trace, used: dict[str, Any]) -> dict[str, Any]:
@@ -39,6 +65,7 @@ def as_data(result: Replay, log: Trace, used: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(
+    page: Console,
     results: list[Replay],
     reordered: list[Replay],
     log: Trace,
@@ -48,14 +75,13 @@ def show(
     objective: str,
     max_levels: str,
 ) -> None:
-    """Print replays of one trace beside each other, then the groups of each.
+    """Print replays of one trace beside each other on a page, then the groups of each.
 
     Args:
         reordered: the same replays in another order of requests; empty if there are none.
     """
     count = len(log.requests)
     mean = sum(request.input_length for request in log.requests) / count
-    page = Console(**PLAIN)
     page.print(
         f"{path.name}: {count:,} request{'' if count == 1 else 's'}, {mean:,.0f} prompt tokens on "
         f"average, {log.block_tokens:,} tokens per block"
