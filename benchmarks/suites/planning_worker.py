@@ -51,7 +51,7 @@ class PlanningWorker:
             begun = time.perf_counter()
             planned = plan(planner, common)
             taken = time.perf_counter() - begun
-            shared = any(stats.groups for _, stats in planned.values())
+            shared = any(found.stats.groups for found in planned.values())
             self._plans.append((common.num_reqs, taken, shared))
             return planned
 

@@ -39,7 +39,7 @@ _ITEM = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "U
 _DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
-def serial_checksum(tensor: torch.Tensor) -> str:
+def serial_checksum(tensor: torch.Tensor, threads: int = 1) -> str:
     """As `file.checksum`, on one thread: blake3's others do not survive a fork."""
     return blake3.blake3(tensor.contiguous().view(torch.uint8).flatten().numpy().data).hexdigest()
 
