@@ -76,6 +76,8 @@ def test_the_version_is_the_packages() -> None:
 
 
 def test_a_shell_completes_commands_and_options() -> None:
+    """Asked as the lines ask that ``--install-completion`` adds to a shell's start."""
+
     def completed(line: str) -> set[str]:
         words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
         environment = {"_VLLM_RELAY_COMPLETE": "complete_bash", **words}
