@@ -12,7 +12,7 @@ from tests.engine.engine import SMOLLM2, run_engine
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 TEXT = "A shared text has to fill some KV blocks before it is read once for all. "
-# Of two tenants, mixed.
+# Prompts of two tenants, mixed.
 TENANTS = [f"{tenant}: {8 * TEXT}Request {97 * i}." for i in range(4) for tenant in "AB"]
 RUNS: list[tuple[str, dict[str, Any]]] = [
     ("chat_service", {"system_prompt": 8 * TEXT, "users": 4, "tokens": 4}),

@@ -39,7 +39,7 @@ FIGURE
 
 
 def as_page(console: Console, title: str, figure: bytes) -> str:
-    """What a recording console was given, and a PNG, as one HTML file."""
+    """One HTML file of a recording console's output and a PNG."""
     data = b64encode(figure).decode()
     image = f'<img alt="KV reads over time" src="data:image/png;base64,{data}">'
     # Braces are rich's.

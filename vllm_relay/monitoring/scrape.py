@@ -1,4 +1,4 @@
-"""What a server's engines share, from its ``/metrics``: rates between two looks, and groups."""
+"""Rates and groups of a server's engines, read from its ``/metrics``, one look after another."""
 
 import time
 from collections import defaultdict

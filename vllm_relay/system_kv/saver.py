@@ -139,7 +139,7 @@ class Saver:
             self._go_on(float("inf"))
 
     def reports(self) -> list[Report]:
-        """What was done since the last call."""
+        """Reports of what was done since the last call."""
         reports, self._reports = self._reports, []
         return reports
 

@@ -32,7 +32,7 @@ def _saved(folder: Path) -> list[list[int]]:
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is said once or as a warning."""
+    """Lines said once, and warnings."""
     said: list[str] = []
     monkeypatch.setattr(module.metrics, "say_once", lambda text, *a: said.append(text))
     monkeypatch.setattr(
@@ -121,15 +121,20 @@ def test_requests_with_a_salt_are_not_saved(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_new_weights_end_it_with_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
-) -> None:
-    monkeypatch.setattr(writer, "_fingerprint", lambda: (b"new", []))
-    engine = Engine(tmp_path)
+def _serve_after_a_reset(folder: Path, weights: bytes, patch: pytest.MonkeyPatch) -> None:
+    """Serve and stop an engine that was loaded with b"old" weights and has these since a reset."""
+    patch.setattr(writer, "_fingerprint", lambda: (weights, []))
+    engine = Engine(folder)
     engine.writer._weights = b"old", []
     engine.remembering.before_reset()
     _ask(engine, HOT)
     engine.stop()
+
+
+def test_new_weights_end_it_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+) -> None:
+    _serve_after_a_reset(tmp_path, b"new", monkeypatch)
     assert not list(tmp_path.iterdir())
     assert lines == [
         "relay: system_kv.remember is off: SystemKVError: the model's weights were changed; "
@@ -140,12 +145,7 @@ def test_new_weights_end_it_with_one_line(
 def test_the_same_weights_after_a_reset_are_saved_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "_fingerprint", lambda: (b"same", []))
-    engine = Engine(tmp_path)
-    engine.writer._weights = b"same", []
-    engine.remembering.before_reset()
-    _ask(engine, HOT)
-    engine.stop()
+    _serve_after_a_reset(tmp_path, b"old", monkeypatch)
     assert _saved(tmp_path) == [HOT]
 
 
