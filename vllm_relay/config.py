@@ -44,6 +44,7 @@ class SystemKVConfig:
         remember: folder in which the hottest prefixes are saved, and from which they are loaded at
             start; implies ``learn``.
         remember_gib: the most that files in this folder may take, in GiB.
+        pins: let requests pin, unpin, list and save prefixes, as ``vllm-relay pin`` does.
     """
 
     files: Annotated[tuple[Text, ...], BeforeValidator(_paths)] = ()
@@ -55,6 +56,7 @@ class SystemKVConfig:
     learn: StrictBool = False
     remember: Annotated[Text | None, BeforeValidator(_path)] = None
     remember_gib: Annotated[Amount, Field(gt=0)] = 8.0
+    pins: StrictBool = False
 
     @property
     def learns(self) -> bool:

@@ -11,7 +11,7 @@ import typer
 
 import vllm_relay.cli.explain as explain
 from vllm_relay import __version__
-from vllm_relay.cli import system_kv
+from vllm_relay.cli import pins, system_kv
 from vllm_relay.cli.bench import bench
 from vllm_relay.cli.calibrate import calibrate
 from vllm_relay.cli.console import out
@@ -33,6 +33,10 @@ app.command(context_settings=ENGINE_OPTIONS)(calibrate)
 app.command(context_settings=ENGINE_OPTIONS)(doctor)
 app.command(context_settings=ENGINE_OPTIONS)(bench)
 app.command()(top)
+app.command()(pins.pin)
+app.command()(pins.unpin)
+app.command("list")(pins.list_pins)
+app.command()(pins.save)
 
 
 def _print_version(asked: bool) -> None:

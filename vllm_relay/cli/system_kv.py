@@ -24,7 +24,7 @@ ChatTemplate = Annotated[str | None, typer.Option(help="As for vllm serve; else 
 TOLERANCE = 0.25
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -94,8 +94,8 @@ def build(
             raise ValueError("nothing to build: give --system-prompt, --text or --token-ids")
         paths = _outputs(output, sources)
         _check_replaced(paths)
-        messages = [(p.stem, _read(p)) for p in system_prompt or ()]
-        texts = [(p.stem, _read(p)) for p in text or ()]
+        messages = [(p.stem, read_text(p)) for p in system_prompt or ()]
+        texts = [(p.stem, read_text(p)) for p in text or ()]
         ids = [(p.stem, _token_ids(p)) for p in token_ids or ()]
         template = {
             "tools": parse_json(tools.read_bytes(), f"{tools}: ") if tools else None,

@@ -44,7 +44,7 @@ def configure(engine_args: Any) -> None:
     if isinstance(given, Mapping):
         given = KVTransferConfig(**given)
     present = [] if given is None else [read_settings(extra) for _, extra in _our_entries(given)]
-    asked = bool(ours.files) or ours.learns
+    asked = bool(ours.files) or ours.learns or ours.pins
     if not asked and not present:
         return
     if engine_args.kv_offloading_size is not None:
@@ -113,11 +113,14 @@ def admit(vllm_config: Any, chat_template: str | None) -> None:
         if index:
             raise SystemKVError(f"{CONNECTOR} must be the first of MultiConnector's connectors")
         settings = read_settings(extra)
-        learns = settings.learns and not settings.files and settings.remember is None
-        what = "system_kv.learn cannot be used" if learns else "system KVs cannot be loaded"
+        # Nothing is written into blocks.
+        retains = not settings.files and settings.remember is None
+        what = "system KVs cannot be loaded"
+        if retains and (settings.learn or settings.pins):
+            what = f"system_kv.{'learn' if settings.learn else 'pins'} cannot be used"
         if settings.remember is not None and not settings.files:
             what = "system_kv.remember cannot be used"
-        reason = _unusable(vllm_config, learns)
+        reason = _unusable(vllm_config, retains)
         if reason is None and settings.remember is not None:
             what = "system_kv.remember cannot be used"
             reason = _unsaved(vllm_config)
@@ -220,10 +223,10 @@ def _read_salts(settings: SystemKVConfig) -> dict[str, Salt]:
     return {path: Salt(salt) for path, salt in salts.items()}
 
 
-def _unusable(vllm_config: Any, learns: bool) -> str | None:
+def _unusable(vllm_config: Any, retains: bool) -> str | None:
     """The reason in its configuration why an engine cannot use system KVs, or None.
 
-    ``learns``: it is to retain hot prefixes, and loads no file.
+    ``retains``: it is to keep prefixes that requests have computed, and loads no file.
     """
     parallel = vllm_config.parallel_config
     if not vllm_config.cache_config.enable_prefix_caching:
@@ -232,8 +235,8 @@ def _unusable(vllm_config: Any, learns: bool) -> str | None:
         return "the model is an encoder-decoder"
     if vllm_config.model_config.has_inner_state:
         # With a KV connector vLLM 0.26 takes hits of full attention alone, and expects a state.
-        return "the model has Mamba, gated-delta or convolution layers" if learns else STATE
-    if learns:
+        return "the model has Mamba, gated-delta or convolution layers" if retains else STATE
+    if retains:
         return None
     if compat.switch(vllm_config.cache_config, "calculate_kv_scales"):
         return "the KV cache's scales are found by the first request (--calculate-kv-scales)"

@@ -6,6 +6,7 @@ metadata, the last call before the engine is ready. From then on requests find t
 ordinary prefix caching, and this connector only counts hits and rewrites after a cache reset.
 With ``learn`` it also counts what requests ask for, and `Retention` orders what vLLM evicts. With
 ``remember``, `Remembering` in the scheduler and `Saver` in the worker save and load hot prefixes.
+With ``pins``, `Pins` in the scheduler answers commands that requests bring.
 """
 
 from collections.abc import Callable
@@ -20,12 +21,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_relay import compat, metrics
-from vllm_relay.config import SystemKVConfig
 from vllm_relay.system_kv.admission import REMEMBERED, open_admitted, read_settings
 from vllm_relay.system_kv.cache_groups import cache_groups, longest_blocks, only_group
 from vllm_relay.system_kv.file import SystemKVError
 from vllm_relay.system_kv.idle_connector import IdleConnector
 from vllm_relay.system_kv.pinned_blocks import PinnedBlocks
+from vllm_relay.system_kv.pins import Pins, answer, is_save
 from vllm_relay.system_kv.placement import CacheGroup, place
 from vllm_relay.system_kv.remembering import Remembering
 from vllm_relay.system_kv.retention import Retention
@@ -94,10 +95,12 @@ class SystemKVConnector(IdleConnector):
         extra = self._kv_transfer_config.kv_connector_extra_config
         settings, (files, salts) = read_settings(extra), open_admitted(extra)
         scheduler = role == KVConnectorRole.SCHEDULER
-        memory = _saved_group(settings, kv_cache_config, speaks=scheduler)
+        saves = settings.remember is not None
+        memory = _one_group("remember", saves, kv_cache_config, speaks=scheduler)
+        pinning = _one_group("pins", settings.pins, kv_cache_config, speaks=scheduler)
         # Hot prefixes are retained in groups of any kind.
         groups = [memory[0]] if memory else []
-        if settings.files or not settings.learns:
+        if settings.files or not (settings.learns or settings.pins):
             groups = cache_groups(kv_cache_config)
         placed = place([file.manifest.token_ids for file in files], groups, salts)
         self._asked: int | None = None  # the last reset sent to the workers
@@ -107,7 +110,9 @@ class SystemKVConnector(IdleConnector):
         self._remembering: Remembering | None = None
         self._saver: Saver | None = None
         if scheduler:
-            longest = longest_blocks(vllm_config, kv_cache_config) if settings.files else 0
+            longest = 0
+            if settings.files or pinning:
+                longest = longest_blocks(vllm_config, kv_cache_config)
             self._pins = PinnedBlocks(vllm_config, files, salts, placed, groups, longest, settings)
             self._retention = Retention() if settings.learns else None
             if memory is not None:
@@ -116,6 +121,15 @@ class SystemKVConnector(IdleConnector):
                     block_size=memory[0].block_size,
                     most_saved=int(settings.remember_gib * 2**30 / memory[1]),
                     **extra[REMEMBERED],
+                )
+            self._by_hand: Pins | None = None
+            if pinning is not None:
+                self._by_hand = Pins(
+                    block_size=pinning[0].block_size,
+                    budget=settings.budget,
+                    max_model_len=vllm_config.model_config.max_model_len,
+                    longest=longest,
+                    saved=self._remembering.saved if self._remembering else None,
                 )
             self._budget = settings.budget
             self._block_sizes = [
@@ -132,13 +146,17 @@ class SystemKVConnector(IdleConnector):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         usable, remembering = gpu_block_pool.get_num_free_blocks(), self._remembering
-        self._pins.take(gpu_block_pool, remembering.before_reset if remembering else None)
+        by_hand = self._by_hand
+        self._pins.take(gpu_block_pool, remembering.before_reset if remembering else None, by_hand)
+        pinned = usable - gpu_block_pool.get_num_free_blocks()
+        if by_hand is not None:
+            by_hand.attach(gpu_block_pool, pinned)
         if self._retention is not None:
-            pinned = usable - gpu_block_pool.get_num_free_blocks()
             most = max(0, int(self._budget * usable) - pinned)
             self._retention.attach(gpu_block_pool, most, self._block_sizes)
             if remembering is not None:
-                remembering.attach(gpu_block_pool, most, self._retention)
+                pins = by_hand.prefixes if by_hand else list
+                remembering.attach(gpu_block_pool, most, self._retention, pins)
         for entry in self._pins.status():
             metrics.logger.info(
                 "relay: system KV %s (%s in metrics): %s of %s tokens pinned in %d blocks, from %s",
@@ -156,7 +174,9 @@ class SystemKVConnector(IdleConnector):
         if self._pins.wants_rewrite is None:
             if self._remembering is None:
                 return 0, False
-            return (None if self._remembering.waits(request) else 0), False
+            saves = self._by_hand is not None and is_save(request)
+            waits = self._remembering.saves if saves else self._remembering.waits
+            return (None if waits(request) else 0), False
         # "Ask again", for the one step in which the workers compare their weights and, after a
         # reset, write. vLLM asks when it may schedule; a paused or sleeping engine may still be
         # getting new weights.
@@ -169,6 +189,8 @@ class SystemKVConnector(IdleConnector):
             self._remembering.begins(request)
         if request.num_preemptions == 0:
             self._pins.count_hit(blocks.blocks)
+            if self._by_hand is not None:
+                self._by_hand.count_hit(blocks.blocks[0])
             if self._retention is not None:
                 self._retention.ask(request.block_hashes)
 
@@ -197,6 +219,11 @@ class SystemKVConnector(IdleConnector):
         if self._remembering is not None:
             for report in answer.reports:
                 self._remembering.reported(report)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, answer(self._by_hand, request)
 
     def reset_cache(self) -> bool | None:
         """Nothing: `PinnedBlocks` has heard of it from the pool."""
@@ -242,7 +269,8 @@ class SystemKVConnector(IdleConnector):
         """The counts since the last call, in the scheduler."""
         if self.role != KVConnectorRole.SCHEDULER:
             return None
-        now = SystemKVStats(self._pins.counts())
+        pins = self._by_hand.counts() if self._by_hand else {}
+        now = SystemKVStats(self._pins.counts() | pins)
         new, self._sent = now.since(self._sent), now
         return None if new.is_empty() else new
 
@@ -255,15 +283,15 @@ class SystemKVConnector(IdleConnector):
         return SystemKVMetrics(*args, **kwargs)
 
 
-def _saved_group(
-    settings: SystemKVConfig, kv_cache_config: Any, *, speaks: bool
+def _one_group(
+    setting: str, on: bool, kv_cache_config: Any, *, speaks: bool
 ) -> tuple[CacheGroup, int] | None:
-    """`only_group` of an engine that remembers; None, with one line, where it has none."""
-    if settings.remember is None:
+    """`only_group` for a setting that needs it; None, with one line, where an engine has none."""
+    if not on:
         return None
     try:
         return only_group(kv_cache_config)
     except SystemKVError as error:
         if speaks:
-            metrics.say_once(f"system_kv.remember is off: {error}")
+            metrics.say_once(f"system_kv.{setting} is off: {error}")
         return None

@@ -25,6 +25,11 @@ class IdleConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return False, None
 
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         pass
 

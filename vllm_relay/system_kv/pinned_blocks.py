@@ -1,7 +1,7 @@
 """The scheduler's side: system KVs in the block pool, referenced so that nothing evicts them."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
@@ -16,6 +16,9 @@ from vllm_relay.system_kv.placement import (
     budget_error,
     pinned_ids,
 )
+
+if TYPE_CHECKING:
+    from vllm_relay.system_kv.pins import Pins
 
 
 def as_request(
@@ -79,11 +82,17 @@ class PinnedBlocks:
         self._requests_hit = [0] * len(files)
         self._tokens_hit = [0] * len(files)
 
-    def take(self, pool: Any, before_reset: Callable[[], None] | None = None) -> None:
+    def take(
+        self,
+        pool: Any,
+        before_reset: Callable[[], None] | None = None,
+        pins: "Pins | None" = None,
+    ) -> None:
         """Take the blocks from a pool that nobody has used yet.
 
         Args:
             before_reset: called before each reset of the prefix cache.
+            pins: given up by a reset.
 
         Raises:
             SystemKVError: over the budget, or another connector took blocks first.
@@ -108,12 +117,14 @@ class PinnedBlocks:
         def pinned() -> int:
             if before_reset is not None:
                 before_reset()
-            return len(self._blocks)
+            return len(self._blocks) + (len(pins.block_ids()) if pins else 0)
 
-        compat.allow_resets(pool, pinned, self._note_reset)
+        def note_reset() -> None:
+            self._resets += 1
+            if pins is not None:
+                pins.release()
 
-    def _note_reset(self) -> None:
-        self._resets += 1
+        compat.allow_resets(pool, pinned, note_reset)
 
     def _register(self) -> None:
         """Put the blocks' hashes into the pool's prefix cache."""
@@ -172,7 +183,7 @@ class PinnedBlocks:
         if not self._blocks:
             return
         ids = [block.block_id for block in blocks[self._counted]]
-        have = [_hit_length(placed[self._counted].block_ids, ids) for placed in self._placements]
+        have = [hit_length(placed[self._counted].block_ids, ids) for placed in self._placements]
         if most := max(have, default=0):
             best = have.index(most)
             self._requests_hit[best] += 1
@@ -209,7 +220,7 @@ class PinnedBlocks:
         return found
 
 
-def _hit_length(pinned: Sequence[int], held: Sequence[int]) -> int:
+def hit_length(pinned: Sequence[int], held: Sequence[int]) -> int:
     """Columns up to the last in which a request holds the pinned block; 0 is the null block."""
     columns = range(min(len(pinned), len(held)), 0, -1)
     return next((i for i in columns if pinned[i - 1] == held[i - 1] != 0), 0)

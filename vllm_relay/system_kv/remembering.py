@@ -61,21 +61,32 @@ class Remembering:
         self._held: list[Any] = []
         self._drop = self._compare = self._at_once = False
         self._waiting: set[str] = set()
+        # Rounds begun, files of the last one; by request, the round it waits for and until when.
+        self._rounds = 0
+        self._names: list[str] = []
+        self._asked: dict[str, tuple[int, float]] = {}
         self._next_round = time.monotonic() + ROUND_SECONDS
         self._pool: Any = None
 
     @or_off
-    def attach(self, pool: Any, blocks: int, retention: Retention) -> None:
+    def attach(
+        self,
+        pool: Any,
+        blocks: int,
+        retention: Retention,
+        pinned: Callable[[], list[Prefix]] = list,
+    ) -> None:
         """Begin with a pool whose pinned blocks are taken.
 
         Args:
             pool: vLLM's BlockPool.
             blocks: that loaded prefixes may take.
             retention: attached to the pool; it counts.
+            pinned: prefixes pinned by hand, which are saved before hot ones.
         """
         if pool.hash_block_size != self._block_size:
             raise SystemKVError(f"blocks of {self._block_size} tokens have several hashes")
-        self._retention = retention
+        self._retention, self._pinned = retention, pinned
         self._warm.attach(pool, blocks)
         self._known = KnownPrefixes(block_size=self._block_size, most=retention.most)
         self._pool = pool
@@ -90,10 +101,29 @@ class Remembering:
         self._waiting.add(request.request_id)
         return False
 
+    def saves(self, request: Any) -> bool:
+        """True while a request waits for a round that begins after it came."""
+        now = time.monotonic()
+        if request.request_id not in self._asked:
+            # Those of aborted requests are left.
+            self._asked = {k: asked for k, asked in self._asked.items() if now < asked[1]}
+            self._asked[request.request_id] = self._rounds + 1, now + _STOP_SECONDS
+            self._next_round = now
+        wanted, until = self._asked[request.request_id]
+        pending = self._rounds < wanted or bool(self._saving or self._to_save)
+        return self.off is None and pending and now < until
+
+    def saved(self) -> list[str]:
+        """Names of the last round's files. Raises SystemKVError if nothing is saved any more."""
+        if self.off is not None:
+            raise SystemKVError(f"{self.title} is off: {self.off}")
+        return list(self._names)
+
     @or_off
     def begins(self, request: Any) -> None:
         """Note a request that has its blocks, and the prefix it came under."""
         self._waiting.discard(request.request_id)
+        self._asked.pop(request.request_id, None)
         if request.num_preemptions == 0 and _is_plain(request):
             self._known.add(request.block_hashes, request.prompt_token_ids)
 
@@ -145,6 +175,7 @@ class Remembering:
         elif report.name == self._saving:
             self._release()
             if report.what == "saved":
+                self._names += [report.name] if report.problem is None else []
                 self._saving = None
             if report.problem is not None:
                 self._to_save.clear()
@@ -187,7 +218,12 @@ class Remembering:
         now = time.monotonic()
         self._next_round = now + ROUND_SECONDS
         counts = self._retention.hotness.hottest(_LEAST_COUNT, self._most_saved)
-        self._to_save = self._known.choose(counts, self._most_saved)
+        self._rounds += 1
+        self._names = []
+        pinned = self._pinned()
+        room = self._most_saved - sum(len(prefix.hashes) for prefix in pinned)
+        hot = self._known.choose(counts, max(0, room))
+        self._to_save = [*pinned, *(prefix for prefix in hot if prefix not in pinned)]
         self._hot_at = time.time()
 
     def _save(self) -> Save | None:

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.request import RequestStatus
 
 from tests.unit.system_kv.files import small_manifest
 from vllm_relay import compat
 from vllm_relay.config import SystemKVConfig
 from vllm_relay.system_kv.manifest import Identity
-from vllm_relay.system_kv.pinned_blocks import as_request
+from vllm_relay.system_kv.pinned_blocks import PinnedBlocks, as_request
+from vllm_relay.system_kv.pins import Pins, answer, is_save
 from vllm_relay.system_kv.placement import CacheGroup
 from vllm_relay.system_kv.remembered_files import hottest_first
 from vllm_relay.system_kv.remembering import Remembering
@@ -56,7 +58,7 @@ class Engine:
         self.config: Any = SimpleNamespace(
             cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"),
             num_hash_lookahead_tokens=0,
-            model_config=SimpleNamespace(dtype=torch.float32),
+            model_config=SimpleNamespace(dtype=torch.float32, max_model_len=blocks * BLOCK // 4),
             attention_config=SimpleNamespace(backend=None),
             parallel_config=SimpleNamespace(
                 tensor_parallel_size=1, pipeline_parallel_size=1, rank=0
@@ -75,16 +77,31 @@ class Engine:
             identity=IDENTITY,
             warm=[str(path) for path in hottest_first(folder)],
         )
-        self.remembering.attach(self.pool, blocks // 2, self.retention)
+        self.pins = Pins(
+            block_size=BLOCK,
+            budget=0.5,
+            max_model_len=blocks * BLOCK // 4,
+            longest=blocks // 4,
+            saved=self.remembering.saved,
+        )
         group = CacheGroup(block_size=BLOCK, window=None, layers=NAMES)
+        files = PinnedBlocks(self.config, [], [], [], [group], blocks // 4, settings)
+        files.take(self.pool, self.remembering.before_reset, self.pins)
+        self.pins.attach(self.pool, 0)
+        self.remembering.attach(self.pool, blocks // 2, self.retention, self.pins.prefixes)
         self.writer = Writer(self.config, [], [], [group])
         self.saver = Saver(self.config, group, self.writer, IDENTITY, settings)
 
-    def request(self, token_ids: list[int], salt: str | None = None) -> int:
-        """Serve one prompt; returns the blocks that it found cached, with the right content."""
+    def request(self, token_ids: list[int], salt: str | None = None, command: Any = None) -> int:
+        """Serve one prompt; returns the blocks that it found cached, with the right content.
+
+        ``answer`` is the one to its command.
+        """
         name = f"{len(token_ids)} {salt}"
         request = as_request(self.config, self.pool, name, token_ids, salt)
-        while self.remembering.waits(request):
+        request.kv_transfer_params = {"relay": command} if command is not None else None
+        waits = self.remembering.saves if is_save(request) else self.remembering.waits
+        while waits(request):
             self.step()
         found = cached_blocks(self.pool, request.block_hashes)
         self.pool.touch(found)
@@ -92,9 +109,11 @@ class Engine:
         blocks = [*found, *self.pool.get_new_blocks(count - len(found))]
         self.pool.cache_full_blocks(request, blocks, len(found), count, BLOCK, 0)
         self.remembering.begins(request)
+        self.pins.count_hit(blocks)
         self.retention.ask(request.block_hashes)
         self.step()
-        slots = torch.tensor([b.block_id * BLOCK + i for b in blocks for i in range(BLOCK)])
+        held = [b.block_id * BLOCK + i for b in blocks for i in range(BLOCK)]
+        slots = torch.tensor(held, dtype=torch.long)
         cached = len(found) * BLOCK
         for number, layer in enumerate(self.layers):
             keys, values = kv_of(token_ids[: len(slots)], number)
@@ -103,6 +122,8 @@ class Engine:
             layer.do_kv_cache_update(
                 layer, keys[cached:], values[cached:], layer.kv_cache, slots[cached:]
             )
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        self.answer = (answer(self.pins, request) or {}).get("relay")
         self.pool.free_blocks(reversed(blocks))
         return len(found)
 

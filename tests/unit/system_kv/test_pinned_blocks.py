@@ -9,7 +9,7 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from vllm_relay import compat
 from vllm_relay.config import SystemKVConfig
-from vllm_relay.system_kv.pinned_blocks import PinnedBlocks, _hit_length
+from vllm_relay.system_kv.pinned_blocks import PinnedBlocks, hit_length
 from vllm_relay.system_kv.placement import CacheGroup, pinned_ids, place
 
 
@@ -62,4 +62,4 @@ def test_a_prompt_behind_the_longer_one_that_it_begins_shares_its_blocks() -> No
 def test_a_hit_ends_with_the_last_pinned_block_that_a_request_holds(
     pinned: tuple[int, ...], held: tuple[int, ...], hit: int
 ) -> None:
-    assert _hit_length(pinned, held) == hit
+    assert hit_length(pinned, held) == hit

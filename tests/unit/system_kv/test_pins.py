@@ -1,0 +1,165 @@
+"""Prefixes pinned by hand: never evicted, bounded, and given back."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from tests.unit.system_kv.remembering_engine import BLOCK, Engine
+from vllm_relay.system_kv.file import SystemKVFile
+from vllm_relay.system_kv.pins import LABEL, Pins, answer
+from vllm_relay.system_kv.remembered_files import hottest_first
+
+PROMPT = list(range(100, 100 + 6 * BLOCK + 1))  # one token more than whole blocks
+PIN = {"pin": True}
+
+
+def _pin(engine: Engine, prompt: list[int] = PROMPT, salt: str | None = None) -> dict[str, Any]:
+    engine.request(prompt, salt, PIN)
+    pinned: dict[str, Any] = engine.answer["pinned"]
+    return pinned
+
+
+def _flood(engine: Engine, start: int = 1000, requests: int = 20) -> None:
+    """Cold requests of more than the pool."""
+    for i in range(requests):
+        begin = start + 100 * i
+        engine.request(list(range(begin, begin + 8 * BLOCK)))
+
+
+def test_a_pinned_prompt_outlives_cold_traffic_until_it_is_unpinned(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    pinned = _pin(engine)
+    expected = {"tokens": 6 * BLOCK, "blocks": 6, "requests_hit": 0, "tokens_hit": 0}
+    assert pinned == {"label": pinned["label"], **expected} and len(pinned["label"]) == 8
+    _flood(engine)
+    assert engine.request(PROMPT) == 6
+    engine.request([1, 2], command={"list": True})
+    hit = {**pinned, "requests_hit": 1, "tokens_hit": 6 * BLOCK}
+    assert engine.answer == {"pins": [hit]}
+    counted = {"requests_hit": 1, "tokens_hit": 6 * BLOCK, "blocks": 6}
+    assert engine.pins.counts() == {LABEL: counted}
+    assert engine.pool.get_num_free_blocks() == 64 - 6
+
+    engine.request([1, 2], command={"unpin": pinned["label"]})
+    assert engine.answer == {"unpinned": hit}
+    assert engine.pool.get_num_free_blocks() == 64
+    _flood(engine, 9000)
+    assert engine.request(PROMPT) == 0
+    assert engine.pins.counts() == {LABEL: {**counted, "blocks": 0}}
+
+
+def test_a_prompt_is_pinned_once_and_common_blocks_count_once(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    first = _pin(engine)
+    assert _pin(engine)["label"] == first["label"]
+    longer = _pin(engine, [*PROMPT, *range(500, 500 + 2 * BLOCK)])
+    assert longer["blocks"] == 8 and engine.pool.get_num_free_blocks() == 64 - 8
+    assert _pin(engine, salt="acme")["label"] != first["label"]
+    assert engine.pool.get_num_free_blocks() == 64 - 14
+    for label in (first["label"], longer["label"]):
+        engine.request([1, 2], command={"unpin": label})
+    assert engine.pool.get_num_free_blocks() == 64 - 6
+
+
+def test_pins_leave_room_for_the_longest_request(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)  # half of 64 blocks may be pinned
+    for i in range(5):
+        _pin(engine, [i, *PROMPT[1:]])
+    engine.request([9, *PROMPT[1:]], command=PIN)
+    assert "need 36 of 64 KV cache blocks (56%)" in engine.answer["error"]
+    assert engine.pool.get_num_free_blocks() == 64 - 30
+    narrow = Pins(block_size=BLOCK, budget=1.0, max_model_len=256, longest=59, saved=None)
+    narrow.attach(engine.pool, 0)
+    engine.pins = narrow
+    engine.request(PROMPT, command=PIN)
+    assert "cannot hold one request of max_model_len 256" in engine.answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("command", "prompt", "said"),
+    [
+        ({"pin": True}, [1, 2, 3], "has 3 tokens, less than one KV block of 4"),
+        ({"unpin": "nobody"}, PROMPT, "no pin 'nobody'"),
+        ({"pin": "yes"}, PROMPT, "must be"),
+        ({"pin": True, "unpin": "x"}, PROMPT, "must be"),
+        ("pin", PROMPT, "must be"),
+    ],
+)
+def test_a_bad_command_is_one_line(
+    command: Any, prompt: list[int], said: str, tmp_path: Path
+) -> None:
+    engine = Engine(tmp_path)
+    engine.request(prompt, command=command)
+    assert said in engine.answer["error"] and "\n" not in engine.answer["error"]
+    assert engine.pool.get_num_free_blocks() == 64
+
+
+def _finished(**more: Any) -> Any:
+    given = {
+        "kv_transfer_params": {"relay": PIN},
+        "prompt_token_ids": PROMPT,
+        "prompt_embeds": None,
+        "mm_features": [],
+        "status": RequestStatus.FINISHED_LENGTH_CAPPED,
+    }
+    return SimpleNamespace(**given | more)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"prompt_token_ids": None},
+        {"mm_features": ["image"]},
+        {"status": RequestStatus.FINISHED_ABORTED},
+    ],
+)
+def test_what_cannot_be_pinned_is_refused(more: dict[str, Any], tmp_path: Path) -> None:
+    assert "error" in Engine(tmp_path).pins.answer(_finished(**more))
+
+
+def test_a_request_without_a_command_or_an_engine_without_pins() -> None:
+    assert answer(None, _finished(kv_transfer_params=None)) is None
+    assert answer(None, _finished(kv_transfer_params={"do_remote_decode": True})) is None
+    found = answer(None, _finished())
+    assert found is not None and "needs system_kv.pins" in found["relay"]["error"]
+
+
+def test_a_reset_gives_pins_up_and_needs_no_other_call(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    _pin(engine)
+    running = engine.pool.get_new_blocks(1)
+    assert not engine.pool.reset_prefix_cache()  # a request runs: they stay
+    assert len(engine.pins.prefixes()) == 1
+    engine.pool.free_blocks(running)
+    assert engine.pool.reset_prefix_cache()
+    assert engine.pool.get_num_free_blocks() == 64 and not engine.pins.prefixes()
+    assert engine.request(PROMPT) == 0
+
+
+def test_save_writes_pins_and_hot_prefixes_and_waits_for_them(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    _pin(engine)
+    _pin(engine, [7, *PROMPT], salt="acme")
+    hot = list(range(700, 700 + 4 * BLOCK))
+    for i in range(4):
+        engine.request([*hot, *range(1000 * i, 1000 * i + 2 * BLOCK)])
+    engine.request([1, 2], command={"save": True})
+    names = engine.answer["saved"]
+    assert sorted(names) == sorted(path.name for path in tmp_path.iterdir())
+    saved = [list(SystemKVFile(path).manifest.token_ids) for path in hottest_first(tmp_path)]
+    assert saved == [PROMPT[:-1], hot]
+    second = Engine(tmp_path)
+    assert second.request(PROMPT) == 6
+
+
+def test_save_needs_a_folder_and_ends_where_saving_has_failed(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.remembering.off = "no space left"
+    engine.request([1, 2], command={"save": True})
+    assert "system_kv.remember is off: no space left" in engine.answer["error"]
+    engine.pins = Pins(block_size=BLOCK, budget=0.5, max_model_len=64, longest=16, saved=None)
+    engine.request([1, 2], command={"save": True})
+    assert "start with system_kv.remember" in engine.answer["error"]
