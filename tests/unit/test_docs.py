@@ -26,7 +26,11 @@ ELSEWHERE = {
     "build": "tests/engine/test_system_kv.py",
     "calibrate": "tests/unit/test_cli_calibrate.py",
     "doctor": "tests/engine/test_doctor.py",
+    "list": "tests/engine/test_pins.py",
+    "pin": "tests/engine/test_pins.py",
+    "save": "tests/engine/test_pins.py",
     "top": "tests/unit/test_cli_top.py",
+    "unpin": "tests/engine/test_pins.py",
     "verify --model": "tests/engine/test_system_kv.py",
     "verify --recompute": "tests/engine/test_system_kv.py",
     "--install-completion": "tests/unit/test_cli.py",
@@ -174,3 +178,14 @@ def test_every_page_is_in_the_site() -> None:
     index = (ROOT / "docs/index.md").read_text().splitlines()
     missing = {page.stem for page in (ROOT / "docs").glob("*.md")} - {"index", *index}
     assert missing == set()
+
+
+def test_the_sizes_of_models_follow_from_their_shapes() -> None:
+    text = (ROOT / "docs/remembering.md").read_text()
+    rows = re.findall(
+        r"^\| [\w.-]+ \| (\d+) \| (\d+) \| (\d+) \| ([\d.]+) \| (\d+) \|$", text, re.M
+    )
+    assert len(rows) == 12
+    for layers, heads, size, kib, mib in rows:
+        in_bf16 = 2 * 2 * int(layers) * int(heads) * int(size)
+        assert (float(kib), int(mib)) == (in_bf16 / 2**10, round(in_bf16 * 2000 / 2**20))
