@@ -27,6 +27,7 @@ CPU_TESTS = (
     *("tests/engine/test_parity.py", "tests/engine/test_models.py"),
     *("tests/engine/test_system_kv.py", "tests/engine/test_system_kv_hybrid.py"),
     *("tests/unit/system_kv/test_retention.py", "tests/engine/test_system_kv_learn.py"),
+    *("tests/unit/system_kv/test_pins.py", "tests/engine/test_pins.py"),
 )
 CODE = ("vllm_relay", "tests", "requirements", "tools")
 WORDS = ("passed", "failed", "skipped", "errors")

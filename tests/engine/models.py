@@ -64,7 +64,7 @@ NOT_SERVED = {
     "gpt-oss": (("0.27", "0.28", "0.29", "0.30"), "sinks are not converted to float32"),
     "gemma-4": (("0.27",), "its head sizes are not read from transformers' configuration"),
     "qwen-3-next": (("0.27", "0.28"), "gated-delta layers with states of another dtype"),
-    "granite-4": (("0.27", "0.29", "0.30"), "Mamba layers in float32"),
+    "granite-4": (("0.27", "0.29", "0.30", "0.31"), "Mamba layers in float32"),
     "gemma-3n": (("0.27", "0.28", "0.29"), "layers that share KV have no weights of their own"),
 }
 
