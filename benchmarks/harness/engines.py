@@ -227,12 +227,14 @@ def engines(
             built = build_files(model, pinned, Path(folder), limits.max_model_len)
             files = list(map(str, built))
         # Imported once, not by several threads; and before CUDA is queried, which it configures.
+        import torch
         import vllm.entrypoints.llm  # noqa: F401
         from vllm.plugins import load_general_plugins
 
         load_general_plugins()  # a second thread would not wait until the first has loaded them
 
-        share = memory_share(len(keys))
+        # The CPU engines' KV caches have the size of the environment.
+        share = memory_share(len(keys)) if torch.cuda.is_available() else None
         stack.callback(close, started)
 
         def start(key: str) -> None:

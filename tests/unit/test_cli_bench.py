@@ -209,13 +209,13 @@ def test_flags_of_the_systems() -> None:
 @pytest.mark.parametrize(
     ("gpu", "given", "share"),
     [
-        (False, [], None),
+        (False, [], "0.16"),
         (True, [], "0.3"),
         (True, ["--gpu-memory-utilization", "0.2"], "0.2"),
         (True, ["--gpu_memory_utilization=0.2"], "0.2"),
     ],
 )
-def test_servers_share_the_memory_of_a_gpu(
+def test_servers_share_the_memory(
     gpu: bool, given: list[str], share: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     class Started(Exception):
@@ -225,6 +225,8 @@ def test_servers_share_the_memory_of_a_gpu(
         raise Started(flags)
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    memory = SimpleNamespace(total=100, available=60)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
     monkeypatch.setattr(comparison, "serving", start)
     with pytest.raises(Started) as started:
         comparison.compare(

@@ -78,8 +78,8 @@ def bench(
 
     Starts real servers, sends all of them the same requests, interleaved, and prints the speed-up
     of relay. No speed is shown unless the answers agree. Any other option is vLLM's own: give
-    those that you serve with. All servers are up at once: on a GPU each gets an equal share of
-    its memory unless you give --gpu-memory-utilization. A table is shown after the first round;
+    those that you serve with. All servers are up at once: each gets an equal share of the free
+    memory unless you give --gpu-memory-utilization. A table is shown after the first round;
     Ctrl-C ends the command with the table of the whole rounds.
     """
     from vllm_relay.serving import comparison, gains

@@ -127,7 +127,7 @@ def compare(
     """Serves every load with every system: all servers are up, one at a time is under load.
 
     Args:
-        keys: of `SYSTEMS`. flags: options of every server; on a GPU each gets an equal share of
+        keys: of `SYSTEMS`. flags: options of every server; each gets an equal share of the free
             memory unless they have ``--gpu-memory-utilization``. loads: round number -> requests,
             the same for all systems. checked: prompts that all must answer alike. client: options
             of ``vllm bench serve``. files: system KV. folder: for logs. give_up: seconds per
@@ -138,11 +138,12 @@ def compare(
         A row per load, round and system; ``server_steps_relayed`` is of a server's whole life.
         No row but WrongAnswers if greedy answers are too far from the baseline's.
     """
+    import torch
+
     rows: list[dict[str, Any]] = []
     servers: dict[str, Server] = {}
-    share = memory_share(len(keys))
-    if share is not None and "gpu-memory-utilization" not in map(flag_name, flags):
-        flags = [*flags, "--gpu-memory-utilization", str(share)]
+    if "gpu-memory-utilization" not in map(flag_name, flags):
+        flags = [*flags, "--gpu-memory-utilization", str(memory_share(len(keys)))]
 
     def report_of(what: str) -> Report:
         return lambda doing: report(f"{what}: {doing}")
@@ -153,7 +154,7 @@ def compare(
             log = folder / f"{key}.log"
             server = serving(model, system_flags, log, env=env, ready=False)
             servers[key] = stack.enter_context(server)
-            if share is not None:  # each measures the GPU memory that it finds free
+            if torch.cuda.is_available():  # each measures the GPU memory that it finds free
                 servers[key].wait_ready(report_of(SYSTEMS[key].label), READY)
         for key, started in servers.items():
             started.wait_ready(report_of(SYSTEMS[key].label), READY)

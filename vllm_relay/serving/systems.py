@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 
 @dataclass(frozen=True)
 class System:
@@ -49,8 +51,14 @@ FOUR = ("stock-no-caching", "stock", "relay", "relay-system-kv")
 REFERENCE = "stock"  # the baseline
 
 
-def memory_share(engines: int) -> float | None:
-    """Share of a GPU's memory per engine, 0.9 of it for all of them; None without a GPU."""
+def memory_share(engines: int) -> float:
+    """``--gpu-memory-utilization`` per engine, for all of them at once on a GPU or on a CPU.
+
+    The CPU engine takes it of the machine's memory, of which others use a part.
+    """
     import torch
 
-    return round(0.9 / engines, 3) if torch.cuda.is_available() else None
+    if torch.cuda.is_available():
+        return round(0.9 / engines, 3)
+    memory = psutil.virtual_memory()
+    return round(0.8 * memory.available / memory.total / engines, 3)
