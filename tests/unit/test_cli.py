@@ -362,8 +362,8 @@ def test_two_prompts_of_one_name_are_refused(sources: Path, folder: str) -> None
 
 @pytest.mark.parametrize("kind", ["--system-prompt", "--text", "--token-ids"])
 def test_a_source_that_cannot_be_read_is_named(sources: Path, kind: str) -> None:
-    assert build(kind, "nope.txt").endswith("No such file or directory: 'nope.txt'")
-    assert build(kind, "more").endswith("Is a directory: 'more'")
+    assert build(kind, "nope.txt").endswith("nope.txt: No such file or directory")
+    assert build(kind, "more").endswith("more: Is a directory")
     Path("latin.txt").write_bytes("höflich".encode("latin-1"))
     assert build(kind, "latin.txt") == "latin.txt: is not UTF-8 text"
 

@@ -256,7 +256,9 @@ def test_an_older_plot_stays_where_there_is_nothing_to_draw() -> None:
     write(Path("silent.jsonl"), [row(512, 0, [1])])
     message = "nothing to plot: no request generates a token"
     assert refused("silent.jsonl", "--plot", "plot.png") == message
-    assert refused("nope.jsonl", "--plot", "plot.png").endswith("file or directory: 'nope.jsonl'")
+    assert refused("nope.jsonl", "--plot", "plot.png").endswith(
+        "nope.jsonl: No such file or directory"
+    )
     assert Path("plot.png").read_text() == "older"
 
 
@@ -276,7 +278,10 @@ def test_a_bad_row_is_named() -> None:
     )
     assert refused("trace.jsonl", "--block-tokens", "16").startswith("trace.jsonl:1: ")
     write(Path("bad.jsonl"), [{"prompt": "Hello"}])
-    assert refused("bad.jsonl") == "bad.jsonl:1: prompt needs a tokenizer: give its folder"
+    assert (
+        refused("bad.jsonl")
+        == "bad.jsonl:1: prompt needs a tokenizer: give --model or --tokenizer, a folder"
+    )
     assert refused("bad.jsonl", "--tokenizer", "none").startswith("bad.jsonl:1: the tokenizer ")
 
 
@@ -291,7 +296,7 @@ def test_a_bad_row_is_named() -> None:
             ("--model", ".", "--heads", "8"),
             "--model says which heads: give it, or --heads, --kv-heads, --head-size",
         ),
-        (("--model", "no"), "[Errno 2] No such file or directory: 'no/config.json'"),
+        (("--model", "no"), "--model no: is no folder; names of a hub are not looked up here"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: tuple[str, ...], message: str) -> None:

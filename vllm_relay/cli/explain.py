@@ -160,6 +160,8 @@ def _shape(model: Path | None, **given: int | None) -> dict[str, Any]:
         shape = DEFAULT_SHAPE | {name: value for name, value in given.items() if value}
     elif any(given.values()):
         raise ValueError("--model says which heads: give it, or --heads, --kv-heads, --head-size")
+    elif not model.is_dir():
+        raise ValueError(f"--model {model}: is no folder; names of a hub are not looked up here")
     else:
         shape = _shape_of(model / "config.json")
     if shape["heads"] % shape["kv_heads"]:

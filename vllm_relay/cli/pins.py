@@ -100,6 +100,8 @@ class _Server:
             )
             if answer.ok:
                 return answer.json()
+        except requests.ConnectionError:
+            raise ValueError(f"{self._url}: no server answers") from None
         except (requests.RequestException, ValueError) as error:
             raise ValueError(f"{where}: {error}") from None
         try:

@@ -184,7 +184,9 @@ def _prompt(
         text = " ".join(m["content"] for m in messages if isinstance(m.get("content"), str))
     if text is not None:
         if tokenize is None:
-            raise ValueError(f"{where}{kind} needs a tokenizer: give its folder")
+            raise ValueError(
+                f"{where}{kind} needs a tokenizer: give --model or --tokenizer, a folder"
+            )
         try:
             prompt = tokenize(prompt)
         except Exception as error:  # of somebody else's template
