@@ -19,7 +19,7 @@ from benchmarks.harness.result_csv import revision, run_chunks, source
 
 # What decides about the results, beside the part's own modules.
 CODE = ("vllm_relay", "tests/engine", "tests/soak/seams.py")
-PARTS = ("copies", "differential", "memory", "failures", "hostile", "kills", "uptime")
+PARTS = ("copies", "differential", "memory", "failures", "hostile", "kills", "saving", "uptime")
 
 
 def main() -> int:
