@@ -100,6 +100,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("requests.jsonl", "TRACE"):
         Path(name).write_text(text)
     write_small(tmp_path)
+    model = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    Path("FOLDER").mkdir()
+    Path("FOLDER/config.json").write_text(json.dumps(model))
     return tmp_path
 
 
