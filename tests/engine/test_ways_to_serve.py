@@ -53,6 +53,7 @@ SERVER = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+TEXT = "benchmarks/harness/text/gpl-3.txt"
 REGEX = "[a-f]{2,5}-[0-9]{2,5}"
 COMPILED = ("greedy", "sampled", "beams", "structured", "priority", "chunked", "woken")
 
@@ -73,9 +74,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     folder = write_model(tmp_path_factory.mktemp("ways") / "model", config, 3)
     names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-    tokenizer, text = ByteLevelBPETokenizer(), "benchmarks/harness/text/gpl-3.txt"
+    tokenizer = ByteLevelBPETokenizer()
     tokenizer.train(
-        str(ROOT / text), VOCABULARY, special_tokens=list(names.values()), show_progress=False
+        str(ROOT / TEXT), VOCABULARY, special_tokens=list(names.values()), show_progress=False
     )
     PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, **names).save_pretrained(folder)
     return folder
@@ -214,6 +215,8 @@ def test_data_parallel_engines_behind_two_api_servers_restarted_under_load(
     model: Path, stock: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = _flags(model, tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text((ROOT / TEXT).read_text()[:1000])
     port = processes.free_port()
     monkeypatch.setattr(processes, "free_port", lambda: port)
 
@@ -224,6 +227,12 @@ def test_data_parallel_engines_behind_two_api_servers_restarted_under_load(
         assert served.hits(8) == [4, 4]  # of both system KVs
         assert len(relayed := served.relayed(folder)) == engines and min(relayed) >= 4
         assert served.counted("steps_relayed", relayed) == sorted(relayed)
+        pinned = json.loads(run_relay("pin", "--url", served.url, "--text", text, "--json"))
+        assert [answer["engine"] for answer in pinned] == list(range(engines))
+        assert len({answer["pinned"]["label"] for answer in pinned}) == 1
+        saved = [x["saved"] for x in json.loads(run_relay("save", "--url", served.url, "--json"))]
+        assert len(saved) == engines and set.intersection(*map(set, saved))
+        assert all((tmp_path / "kv" / name).exists() for names in saved for name in names)
         return served
 
     log = tmp_path / "first.log"
@@ -237,6 +246,7 @@ def test_data_parallel_engines_behind_two_api_servers_restarted_under_load(
     # On one engine, which starts faster than two.
     with processes.serving(model, flags, tmp_path / "second.log", env=SERVER) as server:
         check(server, tmp_path / "second", 1)
+    assert "remembered prefix" in (tmp_path / "second.log").read_text()
 
 
 @pytest.mark.skipif(PROMETHEUS is None, reason="this machine has no prometheus")
@@ -271,7 +281,9 @@ def test_prometheus_shows_what_the_workers_count_in_every_panel(
 
 def _flags(model: Path, folder: Path) -> list[str]:
     """Options of a server with both system KVs, which are built in the folder."""
-    settings = {"min_saved_tokens": 0, "system_kv": _build(model, folder)}
+    kept = {"pins": True, "remember": str(folder / "kv")}
+    system_kv = {"files": _build(model, folder), **kept}
+    settings = {"min_saved_tokens": 0, "system_kv": system_kv}
     options = {
         "additional-config": json.dumps({"relay": settings}),
         "attention-backend": "relay",

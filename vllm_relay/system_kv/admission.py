@@ -256,7 +256,7 @@ def _unsaved(vllm_config: Any) -> str | None:
     parallel = vllm_config.parallel_config
     if not current_platform.is_cpu():
         return "it is made for the CPU engine"
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if (size := getattr(parallel, name)) > 1:
             return f"{name} is {size}"
     if vllm_config.model_config.use_mla:

@@ -71,6 +71,10 @@ def test_pins_leave_room_for_the_longest_request(tmp_path: Path) -> None:
     engine.request([9, *PROMPT[1:]], command=PIN)
     assert "need 36 of 64 KV cache blocks (56%)" in engine.answer["error"]
     assert engine.pool.get_num_free_blocks() == 64 - 30
+    engine.pins = Pins(block_size=BLOCK, budget=0, max_model_len=64, longest=16, saved=None)
+    engine.pins.attach(engine.pool, 0)
+    engine.request(PROMPT, command=PIN)
+    assert "system_kv.budget allows 0%, 0 blocks" in engine.answer["error"]
     narrow = Pins(block_size=BLOCK, budget=1.0, max_model_len=256, longest=59, saved=None)
     narrow.attach(engine.pool, 0)
     engine.pins = narrow
