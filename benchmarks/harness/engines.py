@@ -126,7 +126,9 @@ class Engine:
         """Operations per second of a bf16 matrix product on the engine's threads."""
         return float(self._llm.collective_rpc("gemm_rate")[0])
 
-    def finish(self, prompts: Sequence[list[int]], lengths: Sequence[int]) -> Finished:
+    def finish(
+        self, prompts: Sequence[list[int]], lengths: Sequence[int], temperature: float = 0
+    ) -> Finished:
         """Generates ``lengths[i]`` tokens for each prompt, all submitted at once.
 
         Raises:
@@ -141,7 +143,11 @@ class Engine:
         for prompt, length in zip(prompts, lengths, strict=True):
             self._requests += 1
             params = SamplingParams(
-                temperature=0, max_tokens=length, ignore_eos=True, detokenize=False, logprobs=2
+                temperature=temperature,
+                max_tokens=length,
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=2,
             )
             engine.add_request(str(self._requests), {"prompt_token_ids": prompt}, params)
         first, begun, counted = 0.0, 0.0, 0

@@ -102,6 +102,8 @@ class Workload:
         columns: CSV columns that describe it. make_round: round number -> its prompts; round 0
             warms up and is not measured. forget: empty the prefix caches before each round.
         right: round number and its answers -> how many are right. relays: relay must relay steps.
+        temperature: of the measured rounds. Above 0 systems draw other tokens, so round 0, which is
+        greedy, is the one whose answers are compared.
     """
 
     columns: dict[str, Any]
@@ -109,6 +111,7 @@ class Workload:
     forget: bool = False
     right: Callable[[int, list[Answer]], int] | None = None
     relays: bool = False
+    temperature: float = 0.0
 
     @property
     def title(self) -> str:
@@ -153,7 +156,7 @@ def compare(
         answers = {}
         for key in interleaved(list(engines), number):
             report(f"round {number}: {SYSTEMS[key].label}")
-            if not number and not SYSTEMS[key].caching:
+            if not number and not SYSTEMS[key].caching and not workload.temperature:
                 # The batch size warms it up; without a cache the full prompts would be for nothing.
                 engines[key].finish([prompt[-64:] for prompt in prompts], lengths)
                 continue
@@ -161,7 +164,7 @@ def compare(
                 engines[key].forget()
                 # Pinned system KV is rewritten before the next schedule: outside the timing.
                 engines[key].finish([[5]], [1])
-            done = engines[key].finish(prompts, lengths)
+            done = engines[key].finish(prompts, lengths, workload.temperature if number else 0)
             answers[key] = done.answers
             measured.tokens = done.tokens
             if number:
@@ -172,7 +175,7 @@ def compare(
         if workload.right and number:
             measured.asked += len(prompts)
             measured.right.update({k: workload.right(number, x) for k, x in answers.items()})
-        for key in answers:
+        for key in answers if not (number and workload.temperature) else ():
             found = distance(answers[key], answers[REFERENCE])
             measured.parted[key] += found.parted if number else 0
             previous = measured.distances.get(key, found)

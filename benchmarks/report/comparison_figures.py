@@ -96,6 +96,17 @@ def needles(rows: list[Row], path: Path) -> str:
     return cases_table(rows, ("questions",))
 
 
+def completions(rows: list[Row], path: Path) -> str:
+    equal = [row for row in rows if row["batch"] == "equal"]
+    lines(
+        equal, "samples", path,
+        f"{equal[0]['samples'] * equal[0]['prompts']} requests at once, prompts of "
+        f"{equal[0]['prompt_tokens']:,} tokens",
+        "samples of each prompt",
+    )  # fmt: skip
+    return cases_table(rows, ("batch", "samples", "prompts"))
+
+
 def tree(rows: list[Row], path: Path) -> str:
     row = rows[0]
     bars(

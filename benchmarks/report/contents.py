@@ -78,6 +78,15 @@ SECTIONS = (
         comparison_figures.needles, comparison_figures.case_ratios,
     ),
     Section(
+        "completions", "Many completions of a prompt",
+        "Samples of each prompt with temperature, as Hydragen draws them and as GRPO does. Equal: "
+        "as many requests at once whatever the number of samples. Largest: all samples of some "
+        "prompts in a KV cache of fixed size, of which each system runs as many as fit. Answers "
+        "are compared in a greedy round before the measured ones. Prompts are new in every round: "
+        "times include their prefill.",
+        comparison_figures.completions, comparison_figures.case_ratios,
+    ),
+    Section(
         "tree", "One level of sharing and two",
         "Examples shared by all, problems by some, several samples of each problem. Where ranges "
         "overlap, two levels are indistinguishable from one.",

@@ -16,6 +16,7 @@ from benchmarks.harness.engines import Engine, Limits
 from benchmarks.report import write_report
 from benchmarks.suites import (
     bench_attention,
+    bench_completions,
     bench_decode,
     bench_fewshot,
     bench_needles,
@@ -69,12 +70,17 @@ def shared(started: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
         (bench_fewshot, "--examples 0 3 --subjects 2 --questions 2 --steps 3 --repeats 1", 2 * 4),
         (bench_needles, "--document 400 --facts 3 --questions 1 2 --steps 4 --repeats 1", 2 * 5),
         (
+            bench_completions,
+            "--samples 1 8 --batch 8 --prompts 1 --prompt-tokens 300 --tokens 3 --repeats 1",
+            3 * 3,
+        ),
+        (
             bench_tree,
             "--examples 512 --problem 0 256 --problems 2 --samples 4 --steps 3 --repeats 1",
             2 * 4,
         ),
     ],
-    ids=["throughput", "fewshot", "needles", "tree"],
+    ids=["throughput", "fewshot", "needles", "completions", "tree"],
 )
 def test_it_measures_every_system_and_the_report_shows_it(
     script: Any, options: str, count: int, results: Path, shared: None
