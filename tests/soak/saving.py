@@ -87,6 +87,8 @@ def _kill_engines(folder: Path, seed: int, kills: int) -> dict[str, Any]:
             found["starts_with_files"] += bool(files)
             found["hits"] += bool(files) and cached == len(hot)
             wrong += bool(files) and (cached != len(hot) or not same)
+            while not files and not hottest_first(kept) and time.monotonic() < deadline:
+                time.sleep(0.01)
             time.sleep(rng.uniform(0, _MOST))
         else:
             print(f"engine {number} did not start")
