@@ -50,7 +50,7 @@ def progress(unit: str = "tokens", lines: bool = True) -> Iterator[Any]:
 
 
 def _one_line(error: Exception) -> str:
-    """An error's message, without pydantic's frame around it or the number of a missing file's."""
+    """An error's message, without pydantic's frame or an errno."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     if hasattr(error, "errors"):

@@ -12,13 +12,11 @@ import typer
 from rich import box
 from rich.table import Table
 
-from vllm_relay.cli.console import JsonFlag, one_line_errors, out
+from vllm_relay.cli.console import JsonFlag, err, one_line_errors, out
 from vllm_relay.cli.system_kv import read_text
 
-Url = Annotated[str, typer.Option(help="Of the server.")]
-ApiKey = Annotated[
-    str | None, typer.Option(envvar="OPENAI_API_KEY", help="The server's, if it has one.")
-]
+Url = Annotated[str, typer.Option(help="URL of the server.")]
+ApiKey = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key of the server.")]
 LOCAL = "http://localhost:8000"
 # User messages of conversations that are compared; they begin with different characters.
 _USERS = ("Hello", "0", " a")
@@ -37,13 +35,18 @@ class _Server:
         if api_key:
             self._http.headers["Authorization"] = f"Bearer {api_key}"
         self._model = self._call("GET", "/v1/models")["data"][0]["id"]
-        found = re.findall(r'vllm:num_requests_running\{engine="(\d+)"', self._get_text("/metrics"))
-        self.engines = sorted(set(map(int, found))) or [0]
+        metrics = self._http.get(f"{self._url}/metrics", timeout=_PATIENCE)
+        found = re.findall(r'vllm:num_requests_running\{engine="(\d+)"', metrics.text)
+        if not (metrics.ok and found):
+            err.print(
+                f"vllm-relay: {self._url}/metrics names no engine: one is asked, of any number"
+            )
+        self._engines = sorted(set(map(int, found))) or [0]
 
-    def command(self, command: dict[str, Any], **prompt: Any) -> list[dict[str, Any]]:
-        """Each engine's answer. Raises ValueError with the first error."""
-        found = []
-        for engine in self.engines:
+    def command(self, command: dict[str, Any], **prompt: Any) -> tuple[list[Any], list[str]]:
+        """Answers of the engines that carried it out, and errors of the others."""
+        found, errors = [], []
+        for place, engine in enumerate(self._engines):
             body = {
                 "model": self._model,
                 "prompt": [0],
@@ -52,7 +55,7 @@ class _Server:
                 **prompt,
             }
             # One engine needs no number, and a server in front of it may not know this header.
-            headers = {"X-data-parallel-rank": str(engine)} if len(self.engines) > 1 else {}
+            headers = {"X-data-parallel-rank": str(place)} if len(self._engines) > 1 else {}
             answer = self._call("POST", "/v1/completions", body, headers)
             relay = (answer.get("kv_transfer_params") or {}).get("relay")
             if relay is None:
@@ -61,9 +64,11 @@ class _Server:
                     """--additional-config '{"relay": {"system_kv": {"pins": true}}}'"""
                 )
             if "error" in relay:
-                raise ValueError(f"{self._url}: {relay['error']}")
-            found.append({"engine": engine, **relay})
-        return found
+                which = f"engine {engine}: " if len(self._engines) > 1 else ""
+                errors.append(f"{self._url}: {which}{relay['error']}")
+            else:
+                found.append({"engine": engine, **relay})
+        return found, errors
 
     def prefix_of(self, message: str) -> list[int]:
         """The tokens with which all conversations under a system message begin."""
@@ -84,13 +89,10 @@ class _Server:
         same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*chats, strict=False))
         return [tokens[0] for tokens in same]
 
-    def _get_text(self, path: str) -> str:
-        return str(self._http.get(self._url + path, timeout=_PATIENCE).text)
-
     def _call(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> Any:
-        """Raises ValueError with what the server says."""
+        """The JSON answer. Raises ValueError with the server's message."""
         import requests
 
         where = self._url + path
@@ -139,8 +141,7 @@ def pin(
         elif text is not None:
             prompt = read_text(text)
             server = _Server(url, api_key)
-        found = server.command({"pin": True}, prompt=prompt)
-        _show(found, "pinned", as_json)
+        _show(*server.command({"pin": True}, prompt=prompt), "pinned", as_json)
 
 
 def unpin(
@@ -151,33 +152,41 @@ def unpin(
 ) -> None:
     """Let a running server evict a pinned prompt again."""
     with one_line_errors():
-        _show(_Server(url, api_key).command({"unpin": label}), "unpinned", as_json)
+        _show(*_Server(url, api_key).command({"unpin": label}), "unpinned", as_json)
 
 
 def list_pins(url: Url = LOCAL, api_key: ApiKey = None, as_json: JsonFlag = False) -> None:
     """Show the prompts that are pinned in a running server, and what requests found of them."""
     with one_line_errors():
-        _show(_Server(url, api_key).command({"list": True}), "pins", as_json)
+        _show(*_Server(url, api_key).command({"list": True}), "pins", as_json)
 
 
 def save(url: Url = LOCAL, api_key: ApiKey = None, as_json: JsonFlag = False) -> None:
     """Let a running server save pinned and hot prompts now, into its folder system_kv.remember."""
     with one_line_errors():
-        found = _Server(url, api_key).command({"save": True})
+        found, errors = _Server(url, api_key).command({"save": True})
         if as_json:
             out.print_json(data=found)
-            return
-        for entry in found:
+        for entry in [] if as_json else found:
             out.print(f"engine {entry['engine']}: {len(entry['saved'])} files")
             for name in entry["saved"]:
                 out.print(f"  {name}")
+        if errors:
+            raise ValueError("; ".join(errors))
 
 
-def _show(found: list[dict[str, Any]], key: str, as_json: bool) -> None:
-    """One row per pin and engine."""
-    if as_json:
+def _show(found: list[dict[str, Any]], errors: list[str], key: str, as_json: bool) -> None:
+    """Print one row per pin and engine. Raises ValueError with the errors, if there are any."""
+    if as_json and (found or not errors):
         out.print_json(data=found)
-        return
+    elif found:
+        out.print(_table(found, key))
+    if errors:
+        raise ValueError("; ".join(errors))
+
+
+def _table(found: list[dict[str, Any]], key: str) -> Table | str:
+    """One row per pin and engine."""
     table = Table(box=box.SIMPLE, padding=0, show_edge=False)
     for name in ("engine", "label"):
         table.add_column(name)
@@ -188,4 +197,4 @@ def _show(found: list[dict[str, Any]], key: str, as_json: bool) -> None:
             numbers = (pin[name] for name in ("tokens", "blocks", "requests_hit", "tokens_hit"))
             row = (str(answer["engine"]), pin["label"], *(f"{number:,}" for number in numbers))
             table.add_row(*row)
-    out.print(table if table.row_count else "nothing is pinned")
+    return table if table.row_count else "nothing is pinned"

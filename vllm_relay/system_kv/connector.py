@@ -148,10 +148,10 @@ class SystemKVConnector(IdleConnector):
         usable, remembering = gpu_block_pool.get_num_free_blocks(), self._remembering
         by_hand = self._by_hand
         self._pins.take(gpu_block_pool, remembering.before_reset if remembering else None, by_hand)
-        pinned = usable - gpu_block_pool.get_num_free_blocks()
         if by_hand is not None:
-            by_hand.attach(gpu_block_pool, pinned)
+            by_hand.attach(gpu_block_pool, self._pins.block_ids)
         if self._retention is not None:
+            pinned = usable - gpu_block_pool.get_num_free_blocks()
             most = max(0, int(self._budget * usable) - pinned)
             self._retention.attach(gpu_block_pool, most, self._block_sizes)
             if remembering is not None:

@@ -117,7 +117,7 @@ class PinnedBlocks:
         def pinned() -> int:
             if before_reset is not None:
                 before_reset()
-            return len(self._blocks) + (len(pins.block_ids()) if pins else 0)
+            return len(self.block_ids() | (pins.block_ids() if pins else set()))
 
         def note_reset() -> None:
             self._resets += 1
@@ -125,6 +125,10 @@ class PinnedBlocks:
                 pins.release()
 
         compat.allow_resets(pool, pinned, note_reset)
+
+    def block_ids(self) -> set[int]:
+        """All pinned blocks."""
+        return {block.block_id for block in self._blocks}
 
     def _register(self) -> None:
         """Put the blocks' hashes into the pool's prefix cache."""

@@ -20,6 +20,8 @@ from vllm_relay.system_kv.pinned_blocks import hit_length
 from vllm_relay.system_kv.placement import budget_error
 from vllm_relay.system_kv.warm_start import cached_blocks
 
+# Prompts pinned at a time: each is kept, and compared with every request.
+_MOST = 256
 # Label of all pins together in metrics: those that come and go would make ever new ones.
 LABEL = "(pins)"
 _FORMS = '{"pin": true}, {"unpin": LABEL}, {"list": true} or {"save": true}'
@@ -53,7 +55,8 @@ def answer(pins: "Pins | None", request: Any) -> dict[str, Any] | None:
     if command_of(request) is None:
         return None
     if pins is None:
-        return {"relay": {"error": "this engine pins nothing: it needs system_kv.pins"}}
+        needs = "system_kv.pins, and a model with one kind of KV cache and no window"
+        return {"relay": {"error": f"this engine pins nothing: it needs {needs}"}}
     return {"relay": pins.answer(request)}
 
 
@@ -81,9 +84,10 @@ class Pins:
         self._saved = saved
         self._pins: dict[str, _Pin] = {}
         self._requests_hit = self._tokens_hit = 0
+        self._used = False
 
-    def attach(self, pool: Any, loaded: int) -> None:
-        """Begin with a pool, of which ``loaded`` blocks are system KVs from files."""
+    def attach(self, pool: Any, loaded: Callable[[], set[int]]) -> None:
+        """Begin with a pool; ``loaded``: ids of the blocks of system KVs from files."""
         self._pool, self._loaded = pool, loaded
 
     def answer(self, request: Any) -> dict[str, Any]:
@@ -119,6 +123,8 @@ class Pins:
         """Pin a finished request's prompt; returns the label, the same if it is pinned already."""
         if request.prompt_token_ids is None or request.prompt_embeds is not None:
             raise SystemKVError("only prompts of tokens can be pinned")
+        if self._pool.hash_block_size != self._block_size:
+            raise SystemKVError(f"blocks of {self._block_size} tokens have no hash of their own")
         if request.mm_features:
             raise SystemKVError("prompts with images, audio or video cannot be pinned")
         if request.status == RequestStatus.FINISHED_ABORTED:
@@ -135,12 +141,14 @@ class Pins:
         label = blake3.blake3(content.encode()).hexdigest()[:8]
         if label in self._pins:
             return label
+        if len(self._pins) >= _MOST:
+            raise SystemKVError(f"{_MOST} prompts are pinned, which is the most: unpin one")
         hashes = tuple(request.block_hashes[:count])
         blocks = cached_blocks(self._pool, hashes)
         if len(blocks) < count:
             raise SystemKVError("the prompt's KV is not cached: is it more than the KV cache?")
         error = budget_error(
-            self._loaded + len(self.block_ids() | {block.block_id for block in blocks}),
+            len(self._loaded() | self.block_ids() | {block.block_id for block in blocks}),
             len(self._pool.blocks) - 1,
             self._budget,
             self._max_model_len,
@@ -149,6 +157,7 @@ class Pins:
         if error is not None:
             raise SystemKVError(error)
         self._pool.touch(blocks)
+        self._used = True
         self._pins[label] = _Pin(
             prefix=Prefix(hashes=hashes, token_ids=token_ids),
             salted=request.cache_salt is not None or adapter is not None,
@@ -188,8 +197,8 @@ class Pins:
             self._tokens_hit += tokens
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """As `PinnedBlocks.counts`, of all pins together since the start."""
-        if not (self._pins or self._requests_hit):
+        """Counters of all pins since the start, in the form of `PinnedBlocks.counts`."""
+        if not self._used:
             return {}
         counts = {"requests_hit": self._requests_hit, "tokens_hit": self._tokens_hit}
         return {LABEL: {**counts, "blocks": len(self.block_ids())}}

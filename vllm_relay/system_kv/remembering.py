@@ -7,6 +7,7 @@ evicts them, and are given back as soon as a request may wait for blocks.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_relay import metrics
@@ -27,6 +28,15 @@ _LEAST_COUNT = 2.0
 _MOST_BLOCKS = 4096
 # Blocks are held while this share of the pool is free.
 _FREE_SHARE = 1 / 16
+
+
+@dataclass
+class _Round:
+    """One round of saving: names of its files, and the reason why some are missing, or None."""
+
+    number: int
+    names: list[str] = field(default_factory=list)
+    problem: str | None = None
 
 
 class Remembering:
@@ -61,9 +71,9 @@ class Remembering:
         self._held: list[Any] = []
         self._drop = self._compare = self._at_once = False
         self._waiting: set[str] = set()
-        # Rounds begun, files of the last one; by request, the round it waits for and until when.
-        self._rounds = 0
-        self._names: list[str] = []
+        # The newest round and the one before; by request, the number of the round it waits for, and
+        # until when.
+        self._round, self._before = _Round(0), _Round(0)
         self._asked: dict[str, tuple[int, float]] = {}
         self._next_round = time.monotonic() + ROUND_SECONDS
         self._pool: Any = None
@@ -105,19 +115,33 @@ class Remembering:
         """True while a request waits for a round that begins after it came."""
         now = time.monotonic()
         if request.request_id not in self._asked:
-            # Those of aborted requests are left.
+            # Expired entries of aborted requests are dropped.
             self._asked = {k: asked for k, asked in self._asked.items() if now < asked[1]}
-            self._asked[request.request_id] = self._rounds + 1, now + _STOP_SECONDS
+            self._asked[request.request_id] = self._round.number + 1, now + _STOP_SECONDS
             self._next_round = now
         wanted, until = self._asked[request.request_id]
-        pending = self._rounds < wanted or bool(self._saving or self._to_save)
-        return self.off is None and pending and now < until
+        if self.off is not None or not (self._busy or self._round.number < wanted):
+            return False
+        if now >= until:
+            self.give_back(f"it took more than {_STOP_SECONDS:.0f} s")
+        return now < until
 
     def saved(self) -> list[str]:
-        """Names of the last round's files. Raises SystemKVError if nothing is saved any more."""
+        """Names of the files of the round that ended last.
+
+        Raises SystemKVError with the reason if the round ended early, or nothing is saved any more.
+        """
         if self.off is not None:
             raise SystemKVError(f"{self.title} is off: {self.off}")
-        return list(self._names)
+        ended = self._before if self._busy else self._round
+        if ended.problem is not None:
+            raise SystemKVError(f"{len(ended.names)} files were saved; {ended.problem}")
+        return list(ended.names)
+
+    @property
+    def _busy(self) -> bool:
+        """True while a round is under way."""
+        return bool(self._saving or self._to_save)
 
     @or_off
     def begins(self, request: Any) -> None:
@@ -151,7 +175,7 @@ class Remembering:
         save = load = None
         if self._may_load:
             load, self._may_load = self._warm.order(), False
-        if time.monotonic() >= self._next_round and not (self._saving or self._to_save):
+        if time.monotonic() >= self._next_round and not self._busy:
             self._begin_round()
         compare = self._compare and self._saving is None and bool(self._to_save)
         if self._to_save and not (self._saving or self._compare or scarce):
@@ -175,23 +199,27 @@ class Remembering:
         elif report.name == self._saving:
             self._release()
             if report.what == "saved":
-                self._names += [report.name] if report.problem is None else []
                 self._saving = None
+                if report.problem is None:
+                    self._round.names.append(report.name)
             if report.problem is not None:
                 self._to_save.clear()
+                self._round.problem = report.problem
                 metrics.say_once(f"system_kv.remember: nothing was saved: {report.problem}")
 
-    def give_back(self) -> None:
-        """Give the held blocks back; this round ends."""
+    def give_back(self, why: str = "requests needed KV blocks") -> None:
+        """Give the held blocks back; a round under way ends early."""
         if self._held or self._saving:
             self._drop = True
+        if self._busy:
+            self._round.problem = why
         self._saving = None
         self._to_save.clear()
         self._release()
 
     def _let_go(self) -> None:
         """Hold no block, and load nothing any more."""
-        self.give_back()
+        self.give_back("the prefix cache was reset")
         self._warm.give_up()
 
     def before_reset(self) -> None:
@@ -206,10 +234,10 @@ class Remembering:
         if self._pool is None or self._at_once:
             return
         self._at_once = True
-        if not (self._saving or self._to_save):
+        if not self._busy:
             self._begin_round()
         deadline = time.monotonic() + _STOP_SECONDS
-        while (self._saving or self._to_save) and time.monotonic() < deadline:
+        while self._busy and time.monotonic() < deadline:
             step()
 
     # Saving.
@@ -218,11 +246,17 @@ class Remembering:
         now = time.monotonic()
         self._next_round = now + ROUND_SECONDS
         counts = self._retention.hotness.hottest(_LEAST_COUNT, self._most_saved)
-        self._rounds += 1
-        self._names = []
-        pinned = self._pinned()
-        room = self._most_saved - sum(len(prefix.hashes) for prefix in pinned)
-        hot = self._known.choose(counts, max(0, room))
+        self._before, self._round = self._round, _Round(self._round.number + 1)
+        pinned, room, left = [], self._most_saved, 0
+        for prefix in self._pinned():
+            if len(prefix.hashes) <= room:
+                pinned.append(prefix)
+                room -= len(prefix.hashes)
+            else:
+                left += 1
+        if left:
+            self._round.problem = f"{left} pinned prefixes do not fit into remember_gib"
+        hot = self._known.choose(counts, room)
         self._to_save = [*pinned, *(prefix for prefix in hot if prefix not in pinned)]
         self._hot_at = time.time()
 

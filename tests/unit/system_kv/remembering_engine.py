@@ -16,7 +16,7 @@ from vllm_relay.config import SystemKVConfig
 from vllm_relay.system_kv.manifest import Identity
 from vllm_relay.system_kv.pinned_blocks import PinnedBlocks, as_request
 from vllm_relay.system_kv.pins import Pins, answer, is_save
-from vllm_relay.system_kv.placement import CacheGroup
+from vllm_relay.system_kv.placement import CacheGroup, place
 from vllm_relay.system_kv.remembered_files import hottest_first
 from vllm_relay.system_kv.remembering import Remembering
 from vllm_relay.system_kv.retention import Retention
@@ -51,7 +51,15 @@ class _Layer:
 class Engine:
     """One engine over a folder; ``blocks`` of `BLOCK` tokens, each request one step."""
 
-    def __init__(self, folder: Path, blocks: int = 64, gib: float = 1.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        blocks: int = 64,
+        gib: float = 1.0,
+        most_saved: int = 1000,
+        pinned: list[int] | None = None,
+    ) -> None:
+        """``pinned``: tokens of a system KV, of which the KV is not written."""
         init_none_hash(compat.target("vllm.utils.hashing:get_hash_fn_by_name")("sha256"))
         settings = SystemKVConfig.from_mapping({"remember": folder, "remember_gib": gib})
         self.layers = [_Layer(blocks + 1) for _ in NAMES]
@@ -73,7 +81,7 @@ class Engine:
         self.remembering = Remembering(
             self.config,
             block_size=BLOCK,
-            most_saved=1000,
+            most_saved=most_saved,
             identity=IDENTITY,
             warm=[str(path) for path in hottest_first(folder)],
         )
@@ -85,9 +93,21 @@ class Engine:
             saved=self.remembering.saved,
         )
         group = CacheGroup(block_size=BLOCK, window=None, layers=NAMES)
-        files = PinnedBlocks(self.config, [], [], [], [group], blocks // 4, settings)
-        files.take(self.pool, self.remembering.before_reset, self.pins)
-        self.pins.attach(self.pool, 0)
+        prompts = [pinned] if pinned else []
+        loaded: Any = [
+            SimpleNamespace(
+                path="x", seal="x", manifest=SimpleNamespace(name="x", token_ids=x, tokens=len(x))
+            )
+            for x in prompts
+        ]
+        salts = [None] * len(prompts)
+        placed = place(prompts, [group], salts)
+        self.files = PinnedBlocks(
+            self.config, loaded, salts, placed, [group], blocks // 4, settings
+        )
+        self.files.take(self.pool, self.remembering.before_reset, self.pins)
+        self.files.rewritten(0, None)
+        self.pins.attach(self.pool, self.files.block_ids)
         self.remembering.attach(self.pool, blocks // 2, self.retention, self.pins.prefixes)
         self.writer = Writer(self.config, [], [], [group])
         self.saver = Saver(self.config, group, self.writer, IDENTITY, settings)

@@ -5,9 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.v1.request import RequestStatus
 
-from tests.unit.system_kv.remembering_engine import BLOCK, Engine
+from tests.unit.system_kv.remembering_engine import BLOCK, Engine, kv_of
+from vllm_relay.system_kv import pins as module
+from vllm_relay.system_kv import remembering, saver
 from vllm_relay.system_kv.file import SystemKVFile
 from vllm_relay.system_kv.pins import LABEL, Pins, answer
 from vllm_relay.system_kv.remembered_files import hottest_first
@@ -72,11 +75,11 @@ def test_pins_leave_room_for_the_longest_request(tmp_path: Path) -> None:
     assert "need 36 of 64 KV cache blocks (56%)" in engine.answer["error"]
     assert engine.pool.get_num_free_blocks() == 64 - 30
     engine.pins = Pins(block_size=BLOCK, budget=0, max_model_len=64, longest=16, saved=None)
-    engine.pins.attach(engine.pool, 0)
+    engine.pins.attach(engine.pool, set)
     engine.request(PROMPT, command=PIN)
     assert "system_kv.budget allows 0%, 0 blocks" in engine.answer["error"]
     narrow = Pins(block_size=BLOCK, budget=1.0, max_model_len=256, longest=59, saved=None)
-    narrow.attach(engine.pool, 0)
+    narrow.attach(engine.pool, set)
     engine.pins = narrow
     engine.request(PROMPT, command=PIN)
     assert "cannot hold one request of max_model_len 256" in engine.answer["error"]
@@ -113,15 +116,34 @@ def _finished(**more: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("more", "said"),
     [
-        {"prompt_token_ids": None},
-        {"mm_features": ["image"]},
-        {"status": RequestStatus.FINISHED_ABORTED},
+        ({"prompt_token_ids": None}, "only prompts of tokens can be pinned"),
+        ({"prompt_embeds": "a tensor"}, "only prompts of tokens can be pinned"),
+        ({"mm_features": ["image"]}, "prompts with images, audio or video cannot be pinned"),
+        ({"status": RequestStatus.FINISHED_ABORTED}, "the request was aborted"),
     ],
 )
-def test_what_cannot_be_pinned_is_refused(more: dict[str, Any], tmp_path: Path) -> None:
-    assert "error" in Engine(tmp_path).pins.answer(_finished(**more))
+def test_what_cannot_be_pinned_is_refused(more: dict[str, Any], said: str, tmp_path: Path) -> None:
+    assert Engine(tmp_path).pins.answer(_finished(**more)) == {"error": said}
+
+
+def test_blocks_without_a_hash_of_their_own_are_not_pinned(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.pool.hash_block_size = 2 * BLOCK  # under decode context parallelism
+    assert "have no hash of their own" in engine.pins.answer(_finished())["error"]
+
+
+def test_so_many_prompts_are_pinned_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MOST", 2)
+    engine = Engine(tmp_path)
+    for end in (2, 4):
+        _pin(engine, PROMPT[: end * BLOCK])
+    engine.request(PROMPT, command=PIN)
+    assert engine.answer == {"error": "2 prompts are pinned, which is the most: unpin one"}
+    assert _pin(engine, PROMPT[: 2 * BLOCK])["blocks"] == 2  # once more
 
 
 def test_a_request_without_a_command_or_an_engine_without_pins() -> None:
@@ -143,6 +165,31 @@ def test_a_reset_gives_pins_up_and_needs_no_other_call(tmp_path: Path) -> None:
     assert engine.request(PROMPT) == 0
 
 
+def test_a_pin_under_a_file_counts_common_blocks_once_and_lets_the_cache_be_reset(
+    tmp_path: Path,
+) -> None:
+    engine = Engine(tmp_path, pinned=PROMPT[: 4 * BLOCK])
+    for layer, kept in enumerate(engine.layers):
+        keys, values = kv_of(PROMPT[: 4 * BLOCK], layer)
+        slots = torch.arange(BLOCK, 5 * BLOCK)
+        kept.do_kv_cache_update(kept, keys, values, kept.kv_cache, slots)
+    assert _pin(engine)["blocks"] == 6
+    assert engine.pool.get_num_free_blocks() == 64 - 6
+    for i in range(4):
+        _pin(engine, [i, *PROMPT[1:]])
+    engine.request([9, *PROMPT[1:]], command=PIN)
+    assert "need 36 of 64 KV cache blocks" in engine.answer["error"]
+    assert engine.pool.reset_prefix_cache()
+    assert engine.pool.get_num_free_blocks() == 64 - 4 and not engine.pins.prefixes()
+
+
+def test_the_gauge_falls_to_nothing_after_an_unpin_without_a_hit(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    assert engine.pins.counts() == {}
+    engine.request([1, 2], command={"unpin": _pin(engine)["label"]})
+    assert engine.pins.counts() == {LABEL: {"requests_hit": 0, "tokens_hit": 0, "blocks": 0}}
+
+
 def test_save_writes_pins_and_hot_prefixes_and_waits_for_them(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     _pin(engine)
@@ -155,8 +202,53 @@ def test_save_writes_pins_and_hot_prefixes_and_waits_for_them(tmp_path: Path) ->
     assert sorted(names) == sorted(path.name for path in tmp_path.iterdir())
     saved = [list(SystemKVFile(path).manifest.token_ids) for path in hottest_first(tmp_path)]
     assert saved == [PROMPT[:-1], hot]
+    engine.request([1, 2], command={"save": True})  # they are there
+    assert engine.answer["saved"] == names
     second = Engine(tmp_path)
     assert second.request(PROMPT) == 6
+
+
+def test_two_saves_at_a_time_have_an_answer_each(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    _pin(engine)
+    first, second = (SimpleNamespace(request_id=name) for name in "ab")
+    side = engine.remembering
+    assert side.saves(first)
+    engine.step()
+    assert side.saves(second)  # comes while the round of the first is under way
+    while side.saves(first):
+        engine.step()
+    engine.step()  # begins the round of the second
+    names = side.saved()
+    assert len(names) == 1
+    while side.saves(second):
+        engine.step()
+    assert side.saved() == names
+
+
+def test_a_round_that_ends_early_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(tmp_path, most_saved=7)
+    _pin(engine)
+    _pin(engine, [7, *PROMPT])
+    engine.request([1, 2], command={"save": True})
+    assert engine.answer == {
+        "error": "1 files were saved; 1 pinned prefixes do not fit into remember_gib"
+    }
+    assert len(hottest_first(tmp_path)) == 1
+
+    def fail(*args: Any, **kwargs: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saver, "write_file", fail)
+    other = Engine(tmp_path)
+    _pin(other, [8, *PROMPT])
+    other.request([1, 2], command={"save": True})
+    assert other.answer == {"error": "0 files were saved; [Errno 28] No space left on device"}
+    monkeypatch.setattr(remembering, "_STOP_SECONDS", 0.0)
+    other.request([1, 2], command={"save": True})
+    assert other.answer["error"].startswith("0 files were saved; ")
 
 
 def test_save_needs_a_folder_and_ends_where_saving_has_failed(tmp_path: Path) -> None:
