@@ -125,10 +125,10 @@ def bounds_of_median(values: list[float]) -> tuple[float, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shared", type=int, nargs="+", default=[0, 8192])
-    parser.add_argument("--own", type=int, default=256, help="tokens each request adds")
+    parser.add_argument("--own", type=int, default=64, help="tokens each request adds")
     parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--pairs", type=at_least(3), default=200, help="of windows")
-    parser.add_argument("--steps", type=at_least(1), default=4, help="decode steps of a window")
+    parser.add_argument("--pairs", type=at_least(3), default=100, help="of windows")
+    parser.add_argument("--steps", type=at_least(1), default=2, help="decode steps of a window")
     parser.add_argument("--scrape", type=float, default=1.0, help="seconds between two scrapes")
     add_heads(parser)
     add_save(parser)

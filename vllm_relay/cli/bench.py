@@ -78,9 +78,9 @@ def bench(
 
     Starts real servers, sends all of them the same requests, interleaved, and prints the speed-up
     of relay. No speed is shown unless the answers agree. Any other option is vLLM's own: give
-    those that you serve with. All servers are up at once: each gets an equal share of the free
-    memory unless you give --gpu-memory-utilization. A table is shown after the first round;
-    Ctrl-C ends the command with the table of the whole rounds.
+    those that you serve with. All servers are up at once: each gets an equal share of a GPU's
+    memory, on a CPU of what is free, unless you give --gpu-memory-utilization. A table is shown
+    after the first round; Ctrl-C ends the command with the table of the whole rounds.
     """
     from vllm_relay.serving import comparison, gains
     from vllm_relay.serving.commands import build_system_kv

@@ -127,11 +127,12 @@ def compare(
     """Serves every load with every system: all servers are up, one at a time is under load.
 
     Args:
-        keys: of `SYSTEMS`. flags: options of every server; each gets an equal share of the free
-            memory unless they have ``--gpu-memory-utilization``. loads: round number -> requests,
-            the same for all systems. checked: prompts that all must answer alike. client: options
-            of ``vllm bench serve``. files: system KV. folder: for logs. give_up: seconds per
-            token; a system above it in round 1 is skipped at higher rates, except the baseline.
+        keys: of `SYSTEMS`. flags: options of every server; each gets a share of the memory
+            (`memory_share`) unless they have ``--gpu-memory-utilization``. loads: round number ->
+            requests, the same for all systems. checked: prompts that all must answer alike.
+            client: options of ``vllm bench serve``. files: system KV. folder: for logs. give_up:
+            seconds per token; a system above it in round 1 is skipped at higher rates, except the
+            baseline.
         after_round: called with a round's number and all rows so far; with 0 before round 1.
 
     Returns:
