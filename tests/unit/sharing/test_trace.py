@@ -107,9 +107,9 @@ def test_an_empty_file_is_refused(log: Path, content: bytes) -> None:
         (b'{"prompt_token_ids": [1, -2]}', "prompt_token_ids[1] must be >= 0, got -2"),
         (b'{"prompt_token_ids": [1, 2.0]}', "prompt_token_ids[1] must be a valid integer, got 2.0"),
         (b'{"prompt": {}}', "prompt must be a valid list, got {}"),
-        (b'{"prompt": "a"}', "prompt needs a tokenizer: give its folder"),
+        (b'{"prompt": "a"}', "prompt needs a tokenizer: give --model or --tokenizer, a folder"),
         (b'{"messages": [1]}', "messages[0] must be a valid dictionary, got 1"),
-        (b'{"messages": []}', "messages needs a tokenizer: give its folder"),
+        (b'{"messages": []}', "messages needs a tokenizer: give --model or --tokenizer, a folder"),
         (b'{"prompt": [1], "max_tokens": -1}', "max_tokens must be >= 0, got -1"),
         (
             b'{"prompt": [1], "timestamp": "noon"}',
