@@ -61,33 +61,23 @@ def _kill_engines(folder: Path, seed: int, kills: int) -> dict[str, Any]:
     import vllm  # noqa: F401, the engines are forked with it
 
     rng, kept = Random(seed), folder / "kv"
-    found = {"kills": 0, "starts_with_files": 0, "hits": 0, "files_verified": 0, "files_seen": 0}
-    names: set[str] = set()
+    found = {"kills": 0, "starts_with_files": 0, "hits": 0, "files_verified": 0}
     wrong = 0
     fork = multiprocessing.get_context("fork")
     for number in range(kills + 1):  # the last one starts after the last kill
-        files = hottest_first(kept) if kept.exists() else []
-        for path in files:
-            try:
-                SystemKVFile(path).verify()
-                found["files_verified"] += 1
-            except SystemKVError as error:
-                print(error)
-                wrong += 1
-        names |= {path.name for path in files}
-        hot = list(SystemKVFile(files[0]).manifest.token_ids) if files else []
         answer = folder / f"answer-{number}.json"
-        engine = fork.Process(target=_serve, args=(folder, hot, seed * 1000 + number, answer))
+        engine = fork.Process(target=_serve, args=(folder, seed * 1000 + number, answer))
         engine.start()
         deadline = time.monotonic() + _START
         while not answer.exists() and engine.is_alive() and time.monotonic() < deadline:
             time.sleep(0.01)
         if answer.exists():
-            cached, same = json.loads(answer.read_text())
-            found["starts_with_files"] += bool(files)
-            found["hits"] += bool(files) and cached == len(hot)
-            wrong += bool(files) and (cached != len(hot) or not same)
-            while not files and not hottest_first(kept) and time.monotonic() < deadline:
+            row = json.loads(answer.read_text())
+            found["starts_with_files"] += bool(row["hot"])
+            found["hits"] += bool(row["hot"]) and row["cached"] == row["hot"]
+            found["files_verified"] += row["verified"]
+            wrong += row["broken"] + (row["cached"] != row["hot"] or not row["same"])
+            while not hottest_first(kept) and time.monotonic() < deadline:
                 time.sleep(0.01)
             time.sleep(rng.uniform(0, _MOST))
         else:
@@ -96,12 +86,23 @@ def _kill_engines(folder: Path, seed: int, kills: int) -> dict[str, Any]:
         found["kills"] += engine.is_alive() and number < kills
         engine.kill()
         engine.join()
-    found["files_seen"] = len(names)
     return {**found, "failures": wrong}
 
 
-def _serve(folder: Path, hot: list[int], seed: int, answer: Path) -> None:
-    """Answer a request under the hottest file, then save for ever."""
+def _serve(folder: Path, seed: int, answer: Path) -> None:
+    """Verify the files, answer a request under the hottest, then save for ever."""
+    # Here, since the process that forks must not have started threads of its own.
+    kept = folder / "kv"
+    files = hottest_first(kept) if kept.exists() else []
+    broken = 0
+    for path in files:
+        try:
+            SystemKVFile(path).verify()
+        except SystemKVError as error:
+            print(error, flush=True)
+            broken += 1
+    hot = list(SystemKVFile(files[0]).manifest.token_ids) if files else []
+
     from vllm import LLM, SamplingParams
 
     from vllm_relay.system_kv import remembering
@@ -136,7 +137,8 @@ def _serve(folder: Path, hot: list[int], seed: int, answer: Path) -> None:
     cached, found = ask(prompt, 8)
     _, expected = ask(prompt, 8, cache_salt="none")
     draft = answer.with_suffix(".draft")
-    draft.write_text(json.dumps([cached, found == expected]))
+    row = {"hot": len(hot), "cached": cached, "same": found == expected}
+    draft.write_text(json.dumps({**row, "verified": len(files) - broken, "broken": broken}))
     draft.rename(answer)
     for _ in count():
         prefix = tokens(PREFIX)
