@@ -53,7 +53,7 @@ def measure(llm: Any, shared: int, args: argparse.Namespace) -> dict[str, Any]:
     rng = np.random.default_rng(shared)
     prefix = rng.integers(3, VOCABULARY, shared).tolist()
     engine = llm.llm_engine
-    total = WARM_UP + 2 * args.pairs * args.steps
+    total = WARM_UP + 2 * args.pairs * (args.steps + 1)
     params = SamplingParams(max_tokens=total + WARM_UP, ignore_eos=True, detokenize=False)
     for i in range(args.requests):
         prompt = prefix + rng.integers(3, VOCABULARY, args.own).tolist()
@@ -81,6 +81,7 @@ def measure(llm: Any, shared: int, args: argparse.Namespace) -> dict[str, Any]:
             for on in rng.permutation([True, False]).tolist():
                 before = llm.collective_rpc("count", args=(on,))[0]
                 asking.set() if on else asking.clear()
+                engine.step()  # the outputs of a step that ended before the call did
                 begun = time.perf_counter()
                 for _ in range(args.steps):
                     engine.step()
@@ -139,7 +140,7 @@ def main() -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM
 
-    steps = 2 * (WARM_UP + args.pairs * args.steps)
+    steps = 2 * (WARM_UP + args.pairs * (args.steps + 1))
     with tempfile.TemporaryDirectory() as folder:
         with step(console, "engine"):
             llm = LLM(
