@@ -118,11 +118,11 @@ class Process:
             with suppress(ProcessLookupError):  # may end between the check and the signal
                 os.killpg(self._child.pid, number)
 
-    def stop(self) -> None:
-        """SIGINT to the child, which ends its workers; then SIGTERM and SIGKILL to its group."""
+    def stop(self, first: signal.Signals = signal.SIGINT) -> None:
+        """A signal to the child, which ends its workers; then SIGTERM, SIGKILL to its group."""
         unwind()
         try:
-            self._child.send_signal(signal.SIGINT)
+            self._child.send_signal(first)
             self._wait_group(GRACE[0])
             self._signal_group(signal.SIGTERM)
             self._wait_group(GRACE[1])
