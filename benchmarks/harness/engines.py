@@ -24,7 +24,7 @@ KV_BLOCK = 128
 class BenchWorker:
     """vLLM's ``worker_extension_cls``."""
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, float]:
         """Relay's counters; of vLLM's own workers, which lack ``relay_counters``, too."""
         return metrics.counters()
 

@@ -21,10 +21,9 @@ class Program:
         self.llm = LLM(
             logits_processors=["tests.engine.in_worker:ForceTokens"],
             worker_extension_cls="tests.engine.in_worker.WorkerExtension",
-            enforce_eager=True,
             disable_log_stats=True,
             seed=0,
-            **engine,
+            **{"enforce_eager": True, **engine},
         )
 
     def generate(self, given: dict[str, Any]) -> dict[str, Any]:

@@ -78,8 +78,6 @@ def test_what_learn_and_remember_cannot_be_used_with_is_said_in_one_line(tmp_pat
     refused = r"^system_kv\.remember cannot be used: "
     with pytest.raises(SystemKVError, match=refused + "prefix caching is off"):
         configure(tmp_path / "kv", enable_prefix_caching=False)
-    with pytest.raises(SystemKVError, match=refused + "tensor_parallel_size is 2$"):
-        configure(tmp_path / "kv", tensor_parallel_size=2)
     with pytest.raises(SystemKVError, match=refused + "the KV cache's dtype is fp8$"):
         configure(tmp_path / "kv", kv_cache_dtype="fp8")
     with pytest.raises(SystemKVError, match=r"config\.json: cannot be written: File exists$"):

@@ -253,12 +253,8 @@ def _unsaved(vllm_config: Any) -> str | None:
     """The reason in its configuration why an engine's KV cannot be saved, or None."""
     from vllm.platforms import current_platform
 
-    parallel = vllm_config.parallel_config
     if not current_platform.is_cpu():
         return "it is made for the CPU engine"
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if (size := getattr(parallel, name)) > 1:
-            return f"{name} is {size}"
     if vllm_config.model_config.use_mla:
         return "the model has multi-head latent attention"
     if (dtype := vllm_config.cache_config.cache_dtype) != "auto":

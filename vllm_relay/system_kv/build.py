@@ -19,6 +19,7 @@ from vllm_relay.system_kv.cache_groups import STATE
 from vllm_relay.system_kv.file import SystemKVError, SystemKVFile, write_file
 from vllm_relay.system_kv.identity import engine_settings, identify
 from vllm_relay.system_kv.manifest import Identity, Layer, Manifest, tensor_names
+from vllm_relay.system_kv.parts import join
 from vllm_relay.system_kv.prompts import Prompt
 
 # KV tokens beside those of each prompt: its last block is partly filled.
@@ -161,35 +162,19 @@ class Builder:
         All tokens, those before `Layer.first_token` too.
         """
         shards = capture.read_shards(self._scratch)
-        parts: dict[str, list[tuple[int, Layer, tuple[torch.Tensor, torch.Tensor]]]] = {}
+        parts: list[tuple[Layer, tuple[torch.Tensor, torch.Tensor]]] = []
         kept: dict[str, int] = {}
         for rank, shard in shards.items():
             file = capture.shard_file(self._scratch, index, rank)
             mapped = shard.map(file, len(prompt.token_ids))
             kept |= shard.kept
-            for layer in shard.layers:
-                parts.setdefault(layer.name, []).append(
-                    (shard.tensor_rank, layer, mapped[layer.name])
-                )
-        total = self._config.model_config.get_total_num_kv_heads()
-        tensors, layers = {}, []
-        for name, held in parts.items():
-            held.sort(key=lambda part: part[0])
-            # With more workers than KV heads several hold the same ones.
-            heads = held[0][1].kv_heads * len(held)
-            held = held[:: max(1, heads // total)]
-            first = held[0][1]
-            for which, tensor_name in enumerate(tensor_names(name)):
-                slices = [part[2][which] for part in held]
-                tensors[tensor_name] = slices[0] if len(slices) == 1 else torch.cat(slices, 1)
-            layers.append(
-                replace(
-                    first,
-                    kv_heads=sum(part[1].kv_heads for part in held),
-                    first_token=max(0, len(prompt.token_ids) - kept[name]) if name in kept else 0,
-                )
-            )
-        return tensors, layers
+            parts += [(layer, mapped[layer.name]) for layer in shard.layers]
+        tensors, layers = join(parts, self._config.model_config.get_total_num_kv_heads())
+        tokens = len(prompt.token_ids)
+        return tensors, [
+            replace(layer, first_token=max(0, tokens - kept.get(layer.name, tokens)))
+            for layer in layers
+        ]
 
     def write(self, index: int, prompt: Prompt, path: Path) -> tuple[Manifest, int]:
         """Write one prompt's file; returns its manifest and size in bytes."""

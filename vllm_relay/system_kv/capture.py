@@ -41,7 +41,6 @@ class Shard:
     """
 
     layers: tuple[Layer, ...]
-    tensor_rank: int
     dtype: str
     kept: Mapping[str, int]
 
@@ -142,8 +141,6 @@ class CaptureConnector(IdleConnector):
     # In the workers.
 
     def _prepare_worker(self) -> None:
-        from vllm.distributed import get_tensor_model_parallel_rank
-
         context = self._vllm_config.compilation_config.static_forward_context
         group_of = {name: i for i, group in enumerate(self._groups) for name in group.layers}
         layers, kept = [], {}
@@ -163,7 +160,7 @@ class CaptureConnector(IdleConnector):
             scales = float(layer._k_scale_float), float(layer._v_scale_float)
             layers.append(Layer(name, layer.impl.num_kv_heads, layer.impl.head_size, *scales))
         dtype = str(self._vllm_config.model_config.dtype).removeprefix("torch.")
-        shard = Shard(tuple(layers), int(get_tensor_model_parallel_rank()), dtype, kept)
+        shard = Shard(tuple(layers), dtype, kept)
         rank = self._vllm_config.parallel_config.rank
         self._rows: dict[int, torch.Tensor] = {}  # by group, the same for every layer of a step
         self._taken = dict.fromkeys(group_of, 0)  # rows of this step, by layer

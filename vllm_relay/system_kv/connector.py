@@ -25,12 +25,13 @@ from vllm_relay.system_kv.admission import REMEMBERED, open_admitted, read_setti
 from vllm_relay.system_kv.cache_groups import cache_groups, longest_blocks, only_group
 from vllm_relay.system_kv.file import SystemKVError
 from vllm_relay.system_kv.idle_connector import IdleConnector
+from vllm_relay.system_kv.orders import Orders, Report
 from vllm_relay.system_kv.pinned_blocks import PinnedBlocks
 from vllm_relay.system_kv.pins import Pins, answer, is_save
 from vllm_relay.system_kv.placement import CacheGroup, place
 from vllm_relay.system_kv.remembering import Remembering
 from vllm_relay.system_kv.retention import Retention
-from vllm_relay.system_kv.saver import Orders, Report, Saver
+from vllm_relay.system_kv.saver import Saver
 from vllm_relay.system_kv.stats import SystemKVMetrics, SystemKVStats
 from vllm_relay.system_kv.writer import Writer
 
@@ -62,7 +63,8 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMetadata":
         assert isinstance(other, WorkerMetadata) and other.reset == self.reset
-        return WorkerMetadata(self.reset, self.problem or other.problem)
+        reports = self.reports + other.reports
+        return WorkerMetadata(self.reset, self.problem or other.problem, reports)
 
 
 def _or_given_up(answer: Any = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -116,10 +118,11 @@ class SystemKVConnector(IdleConnector):
             self._pins = PinnedBlocks(vllm_config, files, salts, placed, groups, longest, settings)
             self._retention = Retention() if settings.learns else None
             if memory is not None:
+                workers = vllm_config.parallel_config.world_size
                 self._remembering = Remembering(
                     vllm_config,
                     block_size=memory[0].block_size,
-                    most_saved=int(settings.remember_gib * 2**30 / memory[1]),
+                    most_saved=int(settings.remember_gib * 2**30 / (memory[1] * workers)),
                     **extra[REMEMBERED],
                 )
             self._by_hand: Pins | None = None

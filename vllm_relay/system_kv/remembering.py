@@ -13,9 +13,9 @@ from typing import Any
 from vllm_relay import metrics
 from vllm_relay.system_kv.file import SystemKVError
 from vllm_relay.system_kv.known_prefixes import KnownPrefixes, Prefix
+from vllm_relay.system_kv.orders import Answers, Orders, Report, Save
 from vllm_relay.system_kv.remembered_files import file_name
 from vllm_relay.system_kv.retention import Retention
-from vllm_relay.system_kv.saver import Orders, Report, Save
 from vllm_relay.system_kv.switched_off import or_off
 from vllm_relay.system_kv.warm_start import WarmStart, cached_blocks
 
@@ -70,6 +70,7 @@ class Remembering:
         self._saving: str | None = None
         self._held: list[Any] = []
         self._drop = self._compare = self._at_once = False
+        self._answers = Answers(vllm_config.parallel_config.world_size)
         self._waiting: set[str] = set()
         # The newest round and the one before; by request, the number of the round it waits for, and
         # until when.
@@ -188,7 +189,9 @@ class Remembering:
 
     @or_off
     def reported(self, report: Report) -> None:
-        """Take the workers' answer."""
+        """Take a worker's answer."""
+        if not self._answers.complete(report):
+            return
         if report.what == "loaded":
             self._warm.loaded(report)
         elif report.what == "compared":
@@ -204,6 +207,7 @@ class Remembering:
                     self._round.names.append(report.name)
             if report.problem is not None:
                 self._to_save.clear()
+                self._drop = True  # the other workers' parts
                 self._round.problem = report.problem
                 metrics.say_once(f"system_kv.remember: nothing was saved: {report.problem}")
 

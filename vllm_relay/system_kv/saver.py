@@ -9,9 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from vllm_relay.config import SystemKVConfig
 from vllm_relay.system_kv.file import SystemKVError, write_file
 from vllm_relay.system_kv.identity import engine_settings
 from vllm_relay.system_kv.manifest import Layer, Manifest, tensor_names
+from vllm_relay.system_kv.orders import Orders, Report, Save
+from vllm_relay.system_kv.parts import hand_over, join, take_over
 from vllm_relay.system_kv.placement import CacheGroup, Placement
 from vllm_relay.system_kv.remembered_files import make_room, mark
 from vllm_relay.system_kv.scratch import scratch_folder
@@ -33,66 +36,27 @@ _COPY_SHARE = 0.02
 _LONGEST_STEP = 0.25
 
 
-@dataclass(frozen=True, kw_only=True)
-class Save:
-    """Write a prefix's blocks to a file of this name; ``hot_at`` orders it among the files."""
-
-    name: str
-    token_ids: tuple[int, ...]
-    block_ids: tuple[int, ...]
-    hot_at: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """Write a file into these blocks, those past the first ``shared``."""
-
-    path: str
-    block_ids: tuple[int, ...]
-    shared: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Orders:
-    """The scheduler's message of one step.
-
-    ``drop``: the blocks of the last `Save` are no longer held. ``compare``: the weights may be
-    others. ``at_once``: no request waits for this step.
-    """
-
-    save: Save | None = None
-    load: Load | None = None
-    drop: bool = False
-    compare: bool = False
-    at_once: bool = False
-
-
-@dataclass(frozen=True)
-class Report:
-    """The worker's answer: ``what`` is done, of the file ``name``, or the problem.
-
-    ``what``: "copied" (the blocks are needed no longer), "saved", "loaded" or "compared".
-    """
-
-    what: str
-    name: str = ""
-    problem: str | None = None
-
-
 @dataclass
 class _Job:
-    """One `Save` under way; ``done``: copies of single blocks, layer by layer."""
+    """One `Save` under way.
 
+    ``known``: whether it has a file, which the first worker finds out. ``done``: copies of single
+    blocks, layer by layer.
+    """
+
+    key: str
     order: Save
-    known: Future[bool]
+    known: Future[bool] | None
+    given_up: Event = field(default_factory=Event)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     done: int = 0
-    written: Future[int] | None = None
+    written: Future[int | None] | None = None
 
 
 class Saver:
     """Saves and loads prefixes of one worker, with the layers of ``group``.
 
+    The first worker of an engine writes the files; the others hand their parts over to it.
     ``identity``: the fields of the engine's `Identity`.
     """
 
@@ -108,6 +72,8 @@ class Saver:
         self._vllm_config, self._group, self._writer = vllm_config, group, writer
         self._identity, self._folder = identity, Path(settings.remember)
         self._limit = int(settings.remember_gib * 2**30)
+        parallel = vllm_config.parallel_config
+        self._rank, self._workers = parallel.rank, parallel.world_size
         self._layouts: dict[tuple[int, int], BlockLayout] = {}
         self._thread = ThreadPoolExecutor(1, "relay-remember", _yield_to_others)
         self._job: _Job | None = None
@@ -118,24 +84,29 @@ class Saver:
         """Do a step's part of the work, before its forward pass."""
         began = time.perf_counter()
         step, self._step_began = min(began - self._step_began, _LONGEST_STEP), began
-        if orders is not None and orders.drop:
+        if orders is not None and self._job is not None and (orders.drop or orders.save):
+            self._job.given_up.set()
             self._job = None
         if self._job is not None:
             self._go_on(began + _COPY_SHARE * step)
         if orders is None:
             return
         if orders.compare:
-            self._try("compared", "", self._writer.compare)
+            self._try(orders.key, "compared", "", self._writer.compare)
         if (load := orders.load) is not None:
             placement = Placement(load.block_ids, load.shared)
-            self._try("loaded", load.path, lambda: self._writer.load(load.path, placement))
+            self._try(
+                orders.key, "loaded", load.path, lambda: self._writer.load(load.path, placement)
+            )
         if orders.save is not None:
             path = self._folder / orders.save.name
-            known = self._thread.submit(mark, path, orders.save.hot_at)
-            self._job = _Job(orders.save, known)
+            known = None
+            if self._rank == 0:
+                known = self._thread.submit(mark, path, orders.save.hot_at)
+            self._job = _Job(orders.key, orders.save, known)
         while orders.at_once and self._job is not None:
-            pending = self._job.written or self._job.known
-            pending.exception()
+            if pending := self._job.written or self._job.known:
+                pending.exception()
             self._go_on(float("inf"))
 
     def reports(self) -> list[Report]:
@@ -143,14 +114,14 @@ class Saver:
         reports, self._reports = self._reports, []
         return reports
 
-    def _try(self, what: str, name: str, act: Callable[[], Any]) -> None:
+    def _try(self, key: str, what: str, name: str, act: Callable[[], Any]) -> None:
         """Report that ``act`` is done, or the problem: the engine goes on."""
         try:
             act()
         except Exception as error:
-            self._reports.append(Report(what, name, _one_line(error)))
+            self._reports.append(Report(key, what, name, _one_line(error)))
         else:
-            self._reports.append(Report(what, name))
+            self._reports.append(Report(key, what, name))
 
     def _go_on(self, deadline: float) -> None:
         """Copy until the deadline, at least one block of a layer, and have the file written."""
@@ -161,17 +132,18 @@ class Saver:
             if job.written is not None:
                 if job.written.done():
                     self._job = None
-                    _log(job, job.written.result())
-                    self._reports.append(Report("saved", name))
+                    if (size := job.written.result()) is not None:
+                        _log(job, size)
+                    if self._rank == 0:
+                        self._reports.append(Report(job.key, "saved", name))
+            elif job.known is None or (job.known.done() and not job.known.result()):
+                self._copy(job, deadline)
             elif job.known.done():
-                if job.known.result():
-                    self._job = None
-                    self._reports.append(Report("saved", name))
-                else:
-                    self._copy(job, deadline)
+                self._job = None
+                self._reports.append(Report(job.key, "saved", name))
         except Exception as error:
             self._job = None
-            self._reports.append(Report("saved", name, _one_line(error)))
+            self._reports.append(Report(job.key, "saved", name, _one_line(error)))
 
     def _copy(self, job: _Job, deadline: float) -> None:
         blocks = job.order.block_ids
@@ -188,7 +160,7 @@ class Saver:
             job.done += 1
             if time.perf_counter() >= deadline:
                 return
-        self._reports.append(Report("copied", job.order.name))
+        self._reports.append(Report(job.key, "copied", job.order.name))
         job.written = self._thread.submit(self._write, job)
 
     def _begin(self, job: _Job) -> None:
@@ -196,20 +168,54 @@ class Saver:
         dtype = self._vllm_config.model_config.dtype
         shapes = self._manifest(job.order).shapes()
         tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+        self._check_size(tensors)
+        job.tensors = tensors
+
+    def _check_size(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        """The bytes of a file. Raises SystemKVError if it does not fit into the folder."""
         size = sum(tensor.nbytes for tensor in tensors.values())
         if size > self._limit:
             raise SystemKVError(f"{size:,} bytes are more than system_kv.remember_gib allows")
-        job.tensors = tensors
+        return size
 
-    def _write(self, job: _Job) -> int:
-        """Write the file, in the thread; returns its bytes."""
+    def _write(self, job: _Job) -> int | None:
+        """Write the file or hand the part over, in the thread.
+
+        Returns the bytes of the file, or None if there is one, or the first worker writes it.
+        """
         manifest, path = self._manifest(job.order), self._folder / job.order.name
-        size = sum(tensor.nbytes for tensor in job.tensors.values())
+        if self._rank != 0:
+            name = f"{job.key}-{self._rank}"
+            hand_over(self._folder, name, manifest, job.tensors, lambda: _is_over(job, path))
+            return None
+        if self._workers > 1:
+            parts = self._parts(job, path)
+            if parts is None:
+                return None
+            total = self._vllm_config.model_config.get_total_num_kv_heads()
+            job.tensors, layers = join(parts, total)
+            manifest = replace(manifest, layers=tuple(layers))
+        size = self._check_size(job.tensors)
         with scratch_folder(self._folder) as scratch:
             make_room(self._folder, size, self._limit)
             written = write_file(path, manifest, job.tensors, scratch, threads=1)
         mark(path, job.order.hot_at)
         return written
+
+    def _parts(
+        self, job: _Job, path: Path
+    ) -> list[tuple[Layer, tuple[torch.Tensor, torch.Tensor]]] | None:
+        """Layers of all workers with keys and values, in the order of ranks; None: not wanted."""
+        found = []
+        for layer in self._manifest(job.order).layers:
+            keys, values = (job.tensors[name] for name in tensor_names(layer.name))
+            found.append((layer, (keys, values)))
+        for rank in range(1, self._workers):
+            file = take_over(self._folder, f"{job.key}-{rank}", lambda: _is_over(job, path))
+            if file is None:
+                return None
+            found += [(layer, file.tensors(layer.name)) for layer in file.manifest.layers]
+        return found
 
     def _manifest(self, order: Save) -> Manifest:
         layers = []
@@ -254,6 +260,11 @@ def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
     known = isinstance(error, (OSError, SystemKVError)) and text
     return text if known else f"{type(error).__name__}: {text}"
+
+
+def _is_over(job: _Job, path: Path) -> bool:
+    """True if the parts of a job are not wanted: it is given up, or there is a file."""
+    return job.given_up.is_set() or path.exists()
 
 
 def _log(job: _Job, size: int) -> None:

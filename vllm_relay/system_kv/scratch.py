@@ -11,7 +11,8 @@ from pathlib import Path
 
 from vllm_relay import lifetime
 
-_SCRATCH = ".vllm-relay-build-"
+# Begins the names of such folders.
+SCRATCH = ".vllm-relay-build-"
 
 
 @contextmanager
@@ -22,10 +23,10 @@ def scratch_folder(where: Path) -> Iterator[Path]:
     anybody's, such as the system's temporary folder: what others put there is left alone.
     """
     where.mkdir(parents=True, exist_ok=True)
-    for old in where.glob(_SCRATCH + "*"):
+    for old in where.glob(SCRATCH + "*"):
         with suppress(OSError):
             _remove_left(old)
-    folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=where))
+    folder = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=where))
     try:
         # Named when it is held: a build that finds it must not take it before.
         with (folder / "unlocked").open("x") as lock:

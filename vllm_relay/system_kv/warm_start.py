@@ -10,8 +10,8 @@ from typing import Any
 
 from vllm_relay import metrics
 from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
+from vllm_relay.system_kv.orders import Load, Report
 from vllm_relay.system_kv.pinned_blocks import as_request
-from vllm_relay.system_kv.saver import Load, Report
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,8 @@
 """An engine of small layers that remembers: both of our sides, on vLLM's real BlockPool."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,10 +41,10 @@ def kv_of(token_ids: list[int], layer: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 class _Layer:
-    def __init__(self, blocks: int) -> None:
-        self.num_kv_heads, self.head_size, self.impl = HEADS, WIDTH, self
+    def __init__(self, blocks: int, heads: int) -> None:
+        self.num_kv_heads, self.head_size, self.impl = heads, WIDTH, self
         self._k_scale_float = self._v_scale_float = 1.0
-        self.kv_cache = torch.zeros(blocks, HEADS, BLOCK, 2 * WIDTH)
+        self.kv_cache = torch.zeros(blocks, heads, BLOCK, 2 * WIDTH)
 
     def do_kv_cache_update(self, layer: Any, k: Any, v: Any, cache: Any, slots: Any) -> None:
         cache[slots // BLOCK, :, slots % BLOCK] = torch.cat([k, v], -1)
@@ -58,23 +60,37 @@ class Engine:
         gib: float = 1.0,
         most_saved: int = 1000,
         pinned: list[int] | None = None,
+        workers: int = 1,
     ) -> None:
-        """``pinned``: tokens of a system KV, of which the KV is not written."""
+        """``pinned``: tokens of a system KV, of which the KV is not written. ``workers``: tensor
+        parallel."""
         init_none_hash(compat.target("vllm.utils.hashing:get_hash_fn_by_name")("sha256"))
         settings = SystemKVConfig.from_mapping({"remember": folder, "remember_gib": gib})
-        self.layers = [_Layer(blocks + 1) for _ in NAMES]
-        self.config: Any = SimpleNamespace(
-            cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"),
-            num_hash_lookahead_tokens=0,
-            model_config=SimpleNamespace(dtype=torch.float32, max_model_len=blocks * BLOCK // 4),
-            attention_config=SimpleNamespace(backend=None),
-            parallel_config=SimpleNamespace(
-                tensor_parallel_size=1, pipeline_parallel_size=1, rank=0
-            ),
-            compilation_config=SimpleNamespace(
-                static_forward_context=dict(zip(NAMES, self.layers, strict=True))
-            ),
-        )
+        self._heads = HEADS // workers
+        self.layers = [[_Layer(blocks + 1, self._heads) for _ in NAMES] for _ in range(workers)]
+        configs: list[Any] = [
+            SimpleNamespace(
+                cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"),
+                num_hash_lookahead_tokens=0,
+                model_config=SimpleNamespace(
+                    dtype=torch.float32,
+                    max_model_len=blocks * BLOCK // 4,
+                    get_total_num_kv_heads=lambda: HEADS,
+                ),
+                attention_config=SimpleNamespace(backend=None),
+                parallel_config=SimpleNamespace(
+                    tensor_parallel_size=workers,
+                    pipeline_parallel_size=1,
+                    world_size=workers,
+                    rank=rank,
+                ),
+                compilation_config=SimpleNamespace(
+                    static_forward_context=dict(zip(NAMES, layers, strict=True))
+                ),
+            )
+            for rank, layers in enumerate(self.layers)
+        ]
+        self.config = configs[0]
         self.pool = BlockPool(blocks + 1, True, hash_block_size=BLOCK)
         self.retention = Retention()
         self.retention.attach(self.pool, blocks // 2, [BLOCK])
@@ -110,7 +126,8 @@ class Engine:
         self.pins.attach(self.pool, self.files.block_ids)
         self.remembering.attach(self.pool, blocks // 2, self.retention, self.pins.prefixes)
         self.writer = Writer(self.config, [], [], [group])
-        self.saver = Saver(self.config, group, self.writer, IDENTITY, settings)
+        self.savers = [Saver(x, group, self.writer, IDENTITY, settings) for x in configs]
+        self._at_once = ThreadPoolExecutor(workers)
 
     def request(self, token_ids: list[int], salt: str | None = None, command: Any = None) -> int:
         """Serve one prompt; returns the blocks that it found cached, with the right content.
@@ -135,8 +152,12 @@ class Engine:
         held = [b.block_id * BLOCK + i for b in blocks for i in range(BLOCK)]
         slots = torch.tensor(held, dtype=torch.long)
         cached = len(found) * BLOCK
-        for number, layer in enumerate(self.layers):
-            keys, values = kv_of(token_ids[: len(slots)], number)
+        for rank, number in product(range(len(self.layers)), range(len(NAMES))):
+            layer, first = self.layers[rank][number], rank * self._heads
+            keys, values = (
+                rows[:, first : first + self._heads]
+                for rows in kv_of(token_ids[: len(slots)], number)
+            )
             mine = layer.kv_cache[slots[:cached] // BLOCK, :, slots[:cached] % BLOCK]
             assert torch.equal(mine, torch.cat([keys, values], -1)[:cached])
             layer.do_kv_cache_update(
@@ -151,9 +172,10 @@ class Engine:
         """One engine step; returns the orders."""
         output = SimpleNamespace(preempted_req_ids={"x"} if preempted else set())
         orders = self.remembering.orders(output)
-        self.saver.take(orders)
-        for report in self.saver.reports():
-            self.remembering.reported(report)
+        list(self._at_once.map(lambda saver: saver.take(orders), self.savers))
+        for saver in self.savers:
+            for report in saver.reports():
+                self.remembering.reported(report)
         return orders
 
     def stop(self) -> None:

@@ -169,7 +169,7 @@ def test_a_pin_under_a_file_counts_common_blocks_once_and_lets_the_cache_be_rese
     tmp_path: Path,
 ) -> None:
     engine = Engine(tmp_path, pinned=PROMPT[: 4 * BLOCK])
-    for layer, kept in enumerate(engine.layers):
+    for layer, kept in enumerate(engine.layers[0]):
         keys, values = kv_of(PROMPT[: 4 * BLOCK], layer)
         slots = torch.arange(BLOCK, 5 * BLOCK)
         kept.do_kv_cache_update(kept, keys, values, kept.kv_cache, slots)

@@ -81,9 +81,7 @@ def test_a_round_copies_a_little_per_step_and_another_does_not_write_again(
     while engine.remembering._saving:
         engine.step()
     os.utime(path, (1, 1))
-    engine.begin_round()
-    while engine.step() or engine.remembering._saving:
-        pass
+    _round(engine)
     after = path.stat()
     assert after.st_ino == before.st_ino and after.st_mtime > 1  # marked as hot
 
@@ -112,6 +110,57 @@ def test_held_blocks_are_given_back_when_they_are_wanted(
     for _ in range(30):
         engine.step()
     assert not hottest_first(tmp_path) and engine.remembering.off is None
+
+
+def _round(engine: Engine) -> None:
+    """A whole round of saving."""
+    engine.begin_round()
+    while engine.step() or engine.remembering._saving:
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_the_parts_of_two_workers_are_one_file(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver, "_COPY_SHARE", share)
+    engine = Engine(tmp_path, workers=2)
+    _ask(engine, HOT)
+    _round(engine)
+    (path,) = hottest_first(tmp_path)
+    before = path.stat().st_ino
+    _round(engine)  # no part is wanted of what has a file
+    assert path.stat().st_ino == before
+    _ask(engine, newer := [x + 300 for x in HOT])
+    engine.stop()
+    assert sorted(_saved(tmp_path)) == [HOT, newer]
+    for prompt in (HOT, newer):
+        assert Engine(tmp_path).request([*prompt, 1, 2, 3, 4]) == 6  # which compares the content
+    assert engine.pool.get_num_free_blocks() == 64
+    while len(list(tmp_path.iterdir())) > 2:  # a part that is not wanted any more
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_part_that_fails_ends_the_round_of_all_workers(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+) -> None:
+    engine = Engine(tmp_path, workers=2)
+    broken, copy = engine.savers[rank], saver.Saver._copy
+
+    def fails(self: Any, *args: Any) -> None:
+        if self is broken:
+            _no_space()
+        copy(self, *args)
+
+    _ask(engine, HOT)
+    with monkeypatch.context() as patch:
+        patch.setattr(saver.Saver, "_copy", fails)
+        _round(engine)
+    assert lines == ["system_kv.remember: nothing was saved: [Errno 28] No space left on device"]
+    assert engine.pool.get_num_free_blocks() == 64
+    _round(engine)
+    assert _saved(tmp_path) == [HOT]
 
 
 def test_requests_with_a_salt_are_not_saved(tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""Messages of ``remember`` between the scheduler's side and the workers'."""
+
+from dataclasses import dataclass, field
+from uuid import uuid4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """Write a prefix's blocks to a file of this name; ``hot_at`` orders it among the files."""
+
+    name: str
+    token_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    hot_at: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Write a file into these blocks, those past the first ``shared``."""
+
+    path: str
+    block_ids: tuple[int, ...]
+    shared: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orders:
+    """The scheduler's message of one step.
+
+    ``key``: its name, unlike that of any other message. ``drop``: the blocks of the last `Save` are
+    no longer held. ``compare``: the weights may be others. ``at_once``: no request waits for this
+    step.
+    """
+
+    key: str = field(default_factory=lambda: uuid4().hex)
+    save: Save | None = None
+    load: Load | None = None
+    drop: bool = False
+    compare: bool = False
+    at_once: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """A worker's answer to the message ``key``: ``what`` is done, of a file, or the problem.
+
+    ``what``: "copied" (the blocks are needed no longer), "saved", "loaded" or "compared".
+    """
+
+    key: str
+    what: str
+    name: str = ""
+    problem: str | None = None
+
+
+class Answers:
+    """The reports of all workers of an engine, taken together; ``workers``: how many there are."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        # By what is done: the key of the newest message, and how many have answered it.
+        self._counts: dict[str, tuple[str, int]] = {}
+
+    def complete(self, report: Report) -> bool:
+        """True if a report stands for all workers: it is the last one's, or tells a problem."""
+        if report.problem is not None or report.what == "saved":  # by the first worker alone
+            return True
+        key, count = self._counts.get(report.what, ("", 0))
+        count = count + 1 if key == report.key else 1
+        self._counts[report.what] = report.key, count
+        return count == self._workers
