@@ -5,17 +5,20 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from tests.unit.test_cli import cli, refused
 from vllm_relay.monitoring import channel
 from vllm_relay.monitoring.prometheus import COUNTERS, RelayCollector
+from vllm_relay.system_kv.stats import HOT, SystemKVMetrics
 
 Counts = dict[int, list[dict[str, int]]]
 GROUPS = [
@@ -23,6 +26,19 @@ GROUPS = [
     {"level": 1, "requests": 3, "tokens": 256},
     {"level": 0, "requests": 2, "tokens": 512},
 ]
+
+
+def show_hot(registry: CollectorRegistry) -> None:
+    """The gauges of engine 0, which had two hot prefixes and has one."""
+    in_registry: Any = {
+        kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)
+    }
+    labels: dict[int, list[object]] = {0: ["model", "0"]}
+    found = SystemKVMetrics(
+        SimpleNamespace(kv_transfer_config=None), in_registry, ["model_name", "engine"], labels
+    )
+    found.observe({HOT: [[9.5, 2048], [3.0, 512]]})
+    found.observe({HOT: [[9.0, 2048]]})
 
 
 @pytest.fixture
@@ -48,6 +64,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setattr(channel, "ask", ask)
         registry = CollectorRegistry()
         registry.register(RelayCollector("model"))
+        show_hot(registry)
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
@@ -89,6 +106,7 @@ def test_ratios_are_of_the_interval_and_totals_since_the_start(serve: Any) -> No
     assert (first["requests_per_step"], first["tokens_shared_per_step"]) == (20, 1000)
     assert first["steps_per_s"] > 0 and first["total"]["steps"] == 110
     assert first["total"]["fallbacks"] == 2 and first["groups"] == GROUPS
+    assert first["hot_prefixes"] == [{"requests": 9, "tokens": 2048}] and not idle["hot_prefixes"]
     assert first["predicted_saved_share"] > first["planning_share"] > 0
     assert (idle["steps_per_s"], idle["relayed"]) == (0, None)
     assert (idle["predicted_saved_share"], idle["planning_share"]) == (0, 0)
@@ -110,6 +128,7 @@ def test_the_table_has_a_row_per_engine(serve: Any) -> None:
     assert rows[2][2:6] == ["-", "-", "-", "-"]
     groups = [["0", "8", "1,024", "7,168"], ["└", "1", "3", "256", "512"], ["0", "2", "512", "512"]]
     assert [line for line in lines if line in groups] == 2 * groups
+    assert lines.count(["9.0", "2,048"]) == 1
 
 
 @pytest.fixture
@@ -146,6 +165,7 @@ def test_the_page_draws_groups_inside_of_others(page: str) -> None:
     )
     first, second = done.stdout.split('<div class="row">')[1:3]
     assert "8 requests share 1,024 tokens" in first and "2 requests share 512 tokens" in first
+    assert "9 requests of late under 2,048 tokens" in done.stdout
     assert "3 requests share 256 tokens" in second and 'class="gap"' in second
 
 

@@ -48,8 +48,10 @@ def top(
 
 
 def _shown(url: str, engines: Engines) -> Group:
-    groups = [_groups(engine, found["groups"]) for engine, found in engines.items()]
-    return Group(_table(url, engines), *(table for table in groups if table.row_count))
+    tables = [_table(url, engines)]
+    for engine, found in engines.items():
+        tables += [_groups(engine, found["groups"]), _hot(engine, found["hot_prefixes"])]
+    return Group(*(table for table in tables if table.row_count or table is tables[0]))
 
 
 def _table(url: str, engines: Engines) -> Table:
@@ -89,6 +91,17 @@ def _groups(engine: str, groups: list[dict[str, int]]) -> Table:
         table.add_row(
             f"{indent}{level}", f"{requests:,}", f"{tokens:,}", f"{(requests - 1) * tokens:,}"
         )
+    return table
+
+
+def _hot(engine: str, prefixes: list[dict[str, float]]) -> Table:
+    """Hot prefixes, the hottest first."""
+    title = f"engine {engine}: hottest prefixes"
+    table = Table(title=title, box=box.SIMPLE, title_justify="left", padding=0, show_edge=False)
+    for name in ("requests of late", "tokens"):
+        table.add_column(name, justify="right")
+    for prefix in prefixes:
+        table.add_row(f"{prefix['requests']:,.1f}", f"{prefix['tokens']:,.0f}")
     return table
 
 

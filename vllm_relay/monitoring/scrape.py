@@ -9,12 +9,15 @@ from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
 
-_PREFIX, _SUFFIX, _GROUP = "vllm:relay_", "_total", "group_"
+_PREFIX, _SUFFIX = "vllm:relay_", "_total"
+_GROUP, _HOT = "group_", "hot_prefix_"
 # Seconds for an answer of the server.
 _PATIENCE = 10.0
 
 Values = Mapping[str, float]
 Group = dict[str, int]
+# By engine, lists of what gauges tell place by place: "groups" and "hot_prefixes".
+Lists = dict[str, dict[str, Any]]
 
 
 class Scraper:
@@ -29,28 +32,28 @@ class Scraper:
 
     def __init__(self, url: str) -> None:
         self._place = f"{url.rstrip('/')}/metrics"
-        self._values, self._groups = self._look()
+        self._values, self._lists = self._look()
         self._at = time.monotonic()
 
     def engines(self) -> dict[str, dict[str, Any]]:
-        """By engine: rates since the last look, counters since its start, and ``groups`` of now.
+        """By engine: rates since the last look, counters since its start, and lists of now.
 
-        ``groups`` are those of `vllm_relay.metrics.groups`. Ratios of nothing are None.
+        ``groups`` are those of `vllm_relay.metrics.groups`, ``hot_prefixes`` those of the newest
+        round of ``remember``: requests of late and tokens. Ratios of nothing are None.
 
         Raises:
             ValueError: as `Scraper`.
         """
         before, since = self._values, self._at
-        self._values, self._groups = self._look()
+        self._values, self._lists = self._look()
         self._at = time.monotonic()
         return {
-            engine: _rates(values, before.get(engine, {}), self._at - since)
-            | {"groups": self._groups[engine]}
+            engine: _rates(values, before.get(engine, {}), self._at - since) | self._lists[engine]
             for engine, values in sorted(self._values.items())
         }
 
-    def _look(self) -> tuple[dict[str, Values], dict[str, list[Group]]]:
-        """Counters and gauges by engine, fallbacks of all reasons as one; and groups."""
+    def _look(self) -> tuple[dict[str, Values], Lists]:
+        """Counters and gauges by engine, fallbacks of all reasons as one; and lists."""
         try:
             with urlopen(self._place, timeout=_PATIENCE) as answer:
                 text = answer.read().decode()
@@ -59,6 +62,7 @@ class Scraper:
             raise ValueError(f"{self._place}: {error}") from error
         values: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         groups: dict[str, dict[int, Group]] = defaultdict(lambda: defaultdict(dict))
+        hot: dict[str, dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
         for family in families:
             for sample in family.samples if family.name.startswith(_PREFIX) else []:
                 name = sample.name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
@@ -70,14 +74,24 @@ class Scraper:
                     group = groups[engine][int(sample.labels["place"])]
                     group["level"] = int(sample.labels["level"])
                     group[name.removeprefix(_GROUP)] = int(sample.value)
+                elif name.startswith(_HOT):
+                    place = int(sample.labels["place"])
+                    hot[engine][place][name.removeprefix(_HOT)] = sample.value
                 else:
                     values[engine][name] += sample.value
         if not values:
             raise ValueError(
                 f"{self._place}: has no counters of relay: is it the server's backend?"
             )
-        in_order = {k: [group for _, group in sorted(groups[k].items())] for k in values}
-        return dict(values), in_order
+        lists = {
+            engine: {
+                "groups": [group for _, group in sorted(groups[engine].items())],
+                # Places that had one before are 0.
+                "hot_prefixes": [x for _, x in sorted(hot[engine].items()) if x["tokens"]],
+            }
+            for engine in values
+        }
+        return dict(values), lists
 
 
 def _rates(now: Values, before: Values, seconds: float) -> dict[str, Any]:

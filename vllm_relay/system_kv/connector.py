@@ -10,14 +10,12 @@ With ``pins``, `Pins` in the scheduler answers commands that requests bring.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorWorkerMetadata,
 )
 
 from vllm_relay import compat, metrics
@@ -25,46 +23,15 @@ from vllm_relay.system_kv.admission import REMEMBERED, open_admitted, read_setti
 from vllm_relay.system_kv.cache_groups import cache_groups, longest_blocks, only_group
 from vllm_relay.system_kv.file import SystemKVError
 from vllm_relay.system_kv.idle_connector import IdleConnector
-from vllm_relay.system_kv.orders import Orders, Report
+from vllm_relay.system_kv.messages import StepMetadata, WorkerMetadata
 from vllm_relay.system_kv.pinned_blocks import PinnedBlocks
 from vllm_relay.system_kv.pins import Pins, answer, is_save
 from vllm_relay.system_kv.placement import CacheGroup, place
 from vllm_relay.system_kv.remembering import Remembering
 from vllm_relay.system_kv.retention import Retention
 from vllm_relay.system_kv.saver import Saver
-from vllm_relay.system_kv.stats import SystemKVMetrics, SystemKVStats
+from vllm_relay.system_kv.stats import HOT, SystemKVMetrics, SystemKVStats
 from vllm_relay.system_kv.writer import Writer
-
-
-@dataclass
-class StepMetadata(KVConnectorMetadata):
-    """Message from the scheduler to the workers.
-
-    ``rewrite``: the reset after which to write the blocks again. ``released``: they are no longer
-    pinned. ``orders``: to save and load remembered prefixes.
-    """
-
-    rewrite: int | None = None
-    released: bool = False
-    orders: Orders | None = None
-
-
-@dataclass
-class WorkerMetadata(KVConnectorWorkerMetadata):
-    """Message from the workers.
-
-    ``reset``: the one after which the blocks are written again; ``problem``: why they may not be
-    used. ``reports``: of remembered prefixes.
-    """
-
-    reset: int | None = None
-    problem: str | None = None
-    reports: list[Report] = field(default_factory=list)
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMetadata":
-        assert isinstance(other, WorkerMetadata) and other.reset == self.reset
-        reports = self.reports + other.reports
-        return WorkerMetadata(self.reset, self.problem or other.problem, reports)
 
 
 def _or_given_up(answer: Any = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -273,7 +240,9 @@ class SystemKVConnector(IdleConnector):
         if self.role != KVConnectorRole.SCHEDULER:
             return None
         pins = self._by_hand.counts() if self._by_hand else {}
-        now = SystemKVStats(self._pins.counts() | pins)
+        hottest = self._remembering.hottest if self._remembering else None
+        hot = {} if hottest is None else {HOT: hottest}
+        now = SystemKVStats(self._pins.counts() | pins | hot)
         new, self._sent = now.since(self._sent), now
         return None if new.is_empty() else new
 

@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from typing import Any
 
 # Prefixes that are compared at a time, the hottest: it is done between two engine steps.
 _MOST_PREFIXES = 64
@@ -103,3 +104,14 @@ class KnownPrefixes:
             names.append(name)
             name = self._blocks[name][0]
         return names[::-1]
+
+
+def is_plain(request: Any) -> bool:
+    """True for a request of text without a salt or an adapter."""
+    return (
+        request.prompt_token_ids is not None
+        and request.prompt_embeds is None
+        and request.cache_salt is None
+        and request.lora_request is None
+        and not request.mm_features
+    )

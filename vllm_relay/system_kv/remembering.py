@@ -12,8 +12,8 @@ from typing import Any
 
 from vllm_relay import metrics
 from vllm_relay.system_kv.file import SystemKVError
-from vllm_relay.system_kv.known_prefixes import KnownPrefixes, Prefix
-from vllm_relay.system_kv.orders import Answers, Orders, Report, Save
+from vllm_relay.system_kv.known_prefixes import KnownPrefixes, Prefix, is_plain
+from vllm_relay.system_kv.messages import Answers, Orders, Report, Save
 from vllm_relay.system_kv.remembered_files import file_name
 from vllm_relay.system_kv.retention import Retention
 from vllm_relay.system_kv.switched_off import or_off
@@ -26,6 +26,8 @@ _STOP_SECONDS = 60.0
 _LEAST_COUNT = 2.0
 # Blocks compared in a round: it is done between two engine steps.
 _MOST_BLOCKS = 4096
+# Prefixes whose hotness is shown.
+_SHOWN = 10
 # Blocks are held while this share of the pool is free.
 _FREE_SHARE = 1 / 16
 
@@ -42,7 +44,8 @@ class _Round:
 class Remembering:
     """Saves and loads hot prefixes of one block pool with one KV cache group.
 
-    ``off`` is the reason why it ended, or None.
+    ``off`` is the reason why it ended, or None; ``hottest`` the decayed count of requests and the
+    tokens of the hottest prefixes, the hottest first, or None before the first round.
 
     Args:
         block_size: tokens of a KV block. most_saved: blocks that may be in files.
@@ -63,6 +66,7 @@ class Remembering:
         warm: Sequence[str],
     ) -> None:
         self.off: str | None = None
+        self.hottest: list[list[float]] | None = None
         self._block_size, self._identity = block_size, identity
         self._most_saved = min(most_saved, _MOST_BLOCKS)
         self._warm, self._may_load = WarmStart(vllm_config, warm), False
@@ -149,7 +153,7 @@ class Remembering:
         """Note a request that has its blocks, and the prefix it came under."""
         self._waiting.discard(request.request_id)
         self._asked.pop(request.request_id, None)
-        if request.num_preemptions == 0 and _is_plain(request):
+        if request.num_preemptions == 0 and is_plain(request):
             self._known.add(request.block_hashes, request.prompt_token_ids)
 
     # Steps.
@@ -261,6 +265,9 @@ class Remembering:
         if left:
             self._round.problem = f"{left} pinned prefixes do not fit into remember_gib"
         hot = self._known.choose(counts, room)
+        self.hottest = [
+            [round(counts[prefix.hashes[-1]], 1), len(prefix.token_ids)] for prefix in hot[:_SHOWN]
+        ]
         self._to_save = [*pinned, *(prefix for prefix in hot if prefix not in pinned)]
         self._hot_at = time.time()
 
@@ -287,14 +294,3 @@ class Remembering:
         held, self._held = self._held, []
         if held:
             self._pool.free_blocks(reversed(held))
-
-
-def _is_plain(request: Any) -> bool:
-    """True for a request of text without a salt or an adapter."""
-    return (
-        request.prompt_token_ids is not None
-        and request.prompt_embeds is None
-        and request.cache_salt is None
-        and request.lora_request is None
-        and not request.mm_features
-    )

@@ -23,7 +23,7 @@ from vllm_relay.config import SystemKVConfig
 from vllm_relay.system_kv.file import SystemKVError, write_file
 from vllm_relay.system_kv.identity import engine_settings
 from vllm_relay.system_kv.manifest import Layer, Manifest, tensor_names
-from vllm_relay.system_kv.orders import Orders, Report, Save
+from vllm_relay.system_kv.messages import Orders, Report, Save
 from vllm_relay.system_kv.parts import hand_over, join, take_over
 from vllm_relay.system_kv.placement import CacheGroup, Placement
 from vllm_relay.system_kv.remembered_files import make_room, mark

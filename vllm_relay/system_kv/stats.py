@@ -16,8 +16,19 @@ _COUNTERS = {
 }
 
 
+# Key of `SystemKVStats.data` beside the prompts: requests and tokens of the hottest prefixes.
+HOT = "(hot)"
+_HOT = {
+    "requests": "Requests of late under a hot prefix, by its place: a decayed count.",
+    "tokens": "Tokens of a hot prefix, by its place.",
+}
+
+
 class SystemKVStats(KVConnectorStats):
-    """``data``: prompt -> {"requests_hit", "tokens_hit": since the last; "blocks": now}."""
+    """``data``: prompt -> {"requests_hit", "tokens_hit": since the last; "blocks": now}.
+
+    And `HOT` -> list of [requests, tokens], see `Remembering.hottest`.
+    """
 
     def since(self, before: "SystemKVStats") -> "SystemKVStats":
         """The difference from ``before``; unchanged prompts are left out."""
@@ -37,18 +48,22 @@ class SystemKVStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return {
-            f"system KV {name} {key}": value
-            for name, entry in self.data.items()
-            for key, value in entry.items()
-        }
+        found: dict[str, int | float] = {}
+        for name, entry in self.data.items():
+            if name == HOT:
+                found["hot prefixes"] = len(entry)
+            else:
+                found |= {f"system KV {name} {key}": value for key, value in entry.items()}
+        return found
 
     def is_empty(self) -> bool:
         return not self.data
 
 
-def _combine(entry: dict[str, int], other: dict[str, int] | None, sign: int) -> dict[str, int]:
-    """``entry`` with the other's counters added to its own, ``sign`` times."""
+def _combine(entry: Any, other: Any, sign: int) -> Any:
+    """``entry`` with the other's counters added to its own, ``sign`` times; of `HOT` as it is."""
+    if isinstance(entry, list):
+        return entry
     return entry | {key: entry[key] + sign * (other or {}).get(key, 0) for key in _COUNTERS}
 
 
@@ -76,10 +91,32 @@ class SystemKVMetrics(KVConnectorPromMetrics):
             multiprocess_mode="mostrecent",
             labelnames=names,
         )
+        self._hot = {
+            name: metric_types[Gauge](
+                name=f"vllm:relay_hot_prefix_{name}",
+                documentation=text,
+                multiprocess_mode="mostrecent",
+                labelnames=[*labelnames, "place"],
+            )
+            for name, text in _HOT.items()
+        }
+        self._places: dict[int, int] = {}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for prompt, entry in transfer_stats_data.items():
+            if prompt == HOT:
+                self._show_hot(entry, engine_idx)
+                continue
             labels = [*self.per_engine_labelvalues[engine_idx], prompt]
             for key, counter in self._counters.items():
                 counter.labels(*labels).inc(entry[key])
             self._blocks.labels(*labels).set(entry["blocks"])
+
+    def _show_hot(self, prefixes: list[list[float]], engine: int) -> None:
+        """Set the gauges of an engine's hot prefixes; places that it had before are 0."""
+        before = self._places.get(engine, 0)
+        self._places[engine] = len(prefixes)
+        empty: list[list[float]] = [[0, 0]] * (before - len(prefixes))
+        for place, values in enumerate([*prefixes, *empty]):
+            for gauge, value in zip(self._hot.values(), values, strict=True):
+                gauge.labels(*self.per_engine_labelvalues[engine], str(place)).set(value)

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_relay import metrics
 from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
-from vllm_relay.system_kv.orders import Load, Report
+from vllm_relay.system_kv.messages import Load, Report
 from vllm_relay.system_kv.pinned_blocks import as_request
 
 

@@ -49,10 +49,10 @@ def test_a_build_removes_its_folder_and_what_a_killed_one_left(tmp_path: Path) -
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    trap = tmp_path / f"{scratch._SCRATCH}trap"
+    trap = tmp_path / f"{scratch.SCRATCH}trap"
     trap.mkdir()
     (trap / "lock").symlink_to(victim)
-    link = tmp_path / f"{scratch._SCRATCH}link"
+    link = tmp_path / f"{scratch.SCRATCH}link"
     link.symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "lock").touch()
@@ -63,7 +63,7 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_folders_of_other_owners_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    foreign = tmp_path / f"{scratch._SCRATCH}foreign"
+    foreign = tmp_path / f"{scratch.SCRATCH}foreign"
     foreign.mkdir()
     (foreign / "lock").touch()
     monkeypatch.setattr(os, "geteuid", lambda: os.stat(tmp_path).st_uid + 1)
@@ -73,9 +73,9 @@ def test_folders_of_other_owners_stay(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_nobody_can_make_a_build_wait(tmp_path: Path) -> None:
-    held = tmp_path / f"{scratch._SCRATCH}held"
+    held = tmp_path / f"{scratch.SCRATCH}held"
     held.mkdir()
-    os.mkfifo(tmp_path / f"{scratch._SCRATCH}pipe")
+    os.mkfifo(tmp_path / f"{scratch.SCRATCH}pipe")
     (held / "lock").touch()
     folder = os.open(tmp_path, os.O_RDONLY)
     with (held / "lock").open() as lock, time_limit(20):

@@ -1,7 +1,12 @@
-"""Messages of ``remember`` between the scheduler's side and the workers'."""
+"""Messages between the connector in the scheduler and those in the workers."""
 
 from dataclasses import dataclass, field
 from uuid import uuid4
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +56,37 @@ class Report:
     what: str
     name: str = ""
     problem: str | None = None
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """Message from the scheduler to the workers.
+
+    ``rewrite``: the reset after which to write the blocks again. ``released``: they are no longer
+    pinned. ``orders``: to save and load remembered prefixes.
+    """
+
+    rewrite: int | None = None
+    released: bool = False
+    orders: Orders | None = None
+
+
+@dataclass
+class WorkerMetadata(KVConnectorWorkerMetadata):
+    """Message from the workers.
+
+    ``reset``: the one after which the blocks are written again; ``problem``: why they may not be
+    used. ``reports``: of remembered prefixes.
+    """
+
+    reset: int | None = None
+    problem: str | None = None
+    reports: list[Report] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMetadata":
+        assert isinstance(other, WorkerMetadata) and other.reset == self.reset
+        reports = self.reports + other.reports
+        return WorkerMetadata(self.reset, self.problem or other.problem, reports)
 
 
 class Answers:
