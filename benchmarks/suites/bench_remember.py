@@ -207,7 +207,8 @@ def show(console: Console, rows: list[Row]) -> None:
         median = statistics.median(x["ttft_s"] for x in of)
         of_cold = f"{statistics.median(ratios):.3f}", f"{max(ratios):.3f}"
         table.add_row(start, end, f"{hits} of {len(of)}", f"{median:.3f}", *of_cold)
-    console.print(table)
+    if cold:
+        console.print(table)
     table = Table("pair", "TPOT p99, ms, saving", "without", "ratio", "GB saved", "in s")
     decoded: dict[int, dict[str, Row]] = {}
     for row in rows:
@@ -220,7 +221,8 @@ def show(console: Console, rows: list[Row]) -> None:
         table.add_row(
             str(pair), *cells, f"{saving['saved_bytes'] / 1e9:.2f}", str(saving["save_s"])
         )
-    console.print(table)
+    if decoded:
+        console.print(table)
 
 
 def main(argv: list[str] | None = None) -> int:
