@@ -20,8 +20,8 @@ ApiKey = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="API k
 LOCAL = "http://localhost:8000"
 # User messages of conversations that are compared; they begin with different characters.
 _USERS = ("Hello", "0", " a")
-# Seconds for an answer: a long prompt is computed first, a round of saving takes up to a minute.
-_PATIENCE = 600.0
+# Seconds for an answer: a long prompt is computed first, a round of saving takes some minutes.
+_PATIENCE = 1800.0
 
 
 class _Server:

@@ -19,7 +19,8 @@ from vllm_relay.system_kv.retention import Retention
 from vllm_relay.system_kv.switched_off import or_off
 from vllm_relay.system_kv.warm_start import WarmStart, cached_blocks
 
-# Seconds between two rounds, and that a round may take while the engine stops.
+# Seconds between two rounds; that a round may take while the engine stops, and one of its files
+# while a request waits for the round.
 ROUND_SECONDS = 300.0
 _STOP_SECONDS = 60.0
 # A prefix is saved from this count on: three requests came under it of late.
@@ -128,7 +129,7 @@ class Remembering:
         if self.off is not None or not (self._busy or self._round.number < wanted):
             return False
         if now >= until:
-            self.give_back(f"it took more than {_STOP_SECONDS:.0f} s")
+            self.give_back(f"the next took more than {_STOP_SECONDS:.0f} s")
         return now < until
 
     def saved(self) -> list[str]:
@@ -209,6 +210,8 @@ class Remembering:
                 self._saving = None
                 if report.problem is None:
                     self._round.names.append(report.name)
+                    until = time.monotonic() + _STOP_SECONDS
+                    self._asked = {k: (number, until) for k, (number, _) in self._asked.items()}
             if report.problem is not None:
                 self._to_save.clear()
                 self._drop = True  # the other workers' parts

@@ -1,5 +1,6 @@
 """Prefixes pinned by hand: never evicted, bounded, and given back."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -249,6 +250,31 @@ def test_a_round_that_ends_early_is_an_error(
     monkeypatch.setattr(remembering, "_STOP_SECONDS", 0.0)
     other.request([1, 2], command={"save": True})
     assert other.answer["error"].startswith("0 files were saved; ")
+
+
+@pytest.mark.parametrize(("seconds", "files"), [(40.0, 2), (70.0, 0)])
+def test_save_waits_as_long_as_each_file_comes_in_a_minute(
+    seconds: float, files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, write = [0.0], saver.write_file
+
+    def slow(*args: Any, **kwargs: Any) -> int:
+        clock[0] += seconds
+        time.sleep(0.05)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(saver, "write_file", slow)
+    monkeypatch.setattr(
+        remembering, "time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time)
+    )
+    engine = Engine(tmp_path)
+    for number in (8, 9):
+        _pin(engine, [number, *PROMPT])
+    engine.request([1, 2], command={"save": True})
+    if files:
+        assert len(engine.answer["saved"]) == files
+    else:
+        assert engine.answer == {"error": "0 files were saved; the next took more than 60 s"}
 
 
 def test_save_needs_a_folder_and_ends_where_saving_has_failed(tmp_path: Path) -> None:
