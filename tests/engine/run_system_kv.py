@@ -21,9 +21,8 @@ class Program:
         self.llm = LLM(
             logits_processors=["tests.engine.in_worker:ForceTokens"],
             worker_extension_cls="tests.engine.in_worker.WorkerExtension",
-            disable_log_stats=True,
             seed=0,
-            **{"enforce_eager": True, **engine},
+            **{"enforce_eager": True, "disable_log_stats": True, **engine},
         )
 
     def generate(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -67,6 +66,10 @@ class Program:
 
     def counters(self, _: None) -> list[dict[str, int]]:
         return self.llm.collective_rpc("relay_counters")
+
+    def metric(self, name: str) -> float:
+        """A counter of vLLM's; needs ``disable_log_stats`` False."""
+        return sum(metric.value for metric in self.llm.get_metrics() if metric.name == name)
 
     def reset(self, _: None) -> bool:
         return bool(self.llm.reset_prefix_cache())

@@ -55,6 +55,39 @@ def test_a_hot_prefix_is_found_with_learn_and_the_answers_are_the_same(tmp_path:
     assert "system_kv.learn is off" not in log
 
 
+def test_a_load_that_needs_the_whole_cache_finishes_with_as_few_preemptions(
+    tmp_path: Path,
+) -> None:
+    engine: dict[str, Any] = {
+        "model": str(write_random_model(tmp_path / "model", 4, 2, 64)),
+        "skip_tokenizer_init": True,
+        "max_model_len": (POOL - 1) * BLOCK,
+        "max_num_seqs": 16,
+        "block_size": BLOCK,
+        "num_gpu_blocks_override": POOL,
+        "disable_log_stats": False,
+        "attention_backend": "relay",
+    }
+    # Eight tenants, two of them hot; sixteen requests at once need twice the blocks there are.
+    rng = np.random.default_rng(8)
+    prefixes = rng.integers(3, VOCABULARY, size=(8, 4 * BLOCK)).tolist()
+    tenants = rng.choice(8, size=160, p=[0.35, 0.35, *[0.05] * 6])
+    prompts = [prefixes[i] + rng.integers(3, VOCABULARY, size=BLOCK).tolist() for i in tenants]
+    alone = rng.integers(3, VOCABULARY, size=(POOL - 1) * BLOCK - 8).tolist()
+    program = [
+        ["generate", {"prompts": prompts, "steps": 3 * BLOCK}],
+        ["metric", "vllm:num_preemptions"],
+        ["generate", {"prompts": [alone], "steps": 8}],
+    ]
+    (_, stock, expected), _ = run_program(tmp_path, engine, program)
+    engine["additional_config"] = {"relay": {"system_kv": {"learn": True}}}
+    (found, learned, last), log = run_program(tmp_path, engine, program)
+    assert [len(tokens) for tokens in found["tokens"]] == [3 * BLOCK] * len(prompts)
+    assert sum(found["cached"]) > 0 and last["tokens"] == expected["tokens"]
+    assert stock > 50 and learned <= 1.01 * stock
+    assert "system_kv.learn is off" not in log
+
+
 def test_what_learn_and_remember_cannot_be_used_with_is_said_in_one_line(tmp_path: Path) -> None:
     model = write_random_model(tmp_path / "model", 4, 2, 64)
     register()
