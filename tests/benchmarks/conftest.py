@@ -14,6 +14,7 @@ from benchmarks.suites import (
     bench_decode,
     bench_learn,
     bench_order,
+    bench_replay,
     bench_serving,
 )
 from tests.engine.engine import SMOLLM2
@@ -48,7 +49,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def save(console: Any, name: str, rows: Any) -> Path:
         return result_csv.write_csv(tmp_path / f"{name}.csv", rows, prov)
 
-    measuring = (bench_attention, bench_decode, bench_learn, bench_order, bench_serving)
-    for module in (latin_square, *measuring):
+    suites = (bench_attention, bench_decode, bench_learn, bench_order, bench_replay, bench_serving)
+    for module in (latin_square, *suites):
         monkeypatch.setattr(module, "save_engines", save)
     return tmp_path
