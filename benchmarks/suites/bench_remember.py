@@ -5,7 +5,7 @@
 `first token`: SmolLM2 under ten prompts that nobody named beforehand. A server meets them with an
 empty folder, is ended by SIGTERM, or by SIGKILL after `vllm-relay save`, and is started again; then
 a second server starts from the same folder. `decode`: time per output token of requests under
-`vllm bench serve`, with a round of saving meanwhile and without, in turns.
+`vllm bench serve`, with a round of saving meanwhile and without, interleaved.
 """
 
 import argparse
@@ -164,10 +164,14 @@ def decode(args: argparse.Namespace, folder: Path, report: Report) -> list[Row]:
         with ThreadPoolExecutor(1) as pool:
             for pair in range(args.pairs):
                 for way in interleaved(["saving", "without"], pair):
-                    for path in kept.iterdir():
-                        path.unlink()
-                    saved = pool.submit(_save_soon, server) if way == "saving" else None
                     report(f"{way}, pair {pair + 1} of {args.pairs}")
+                    # No round of its own follows within minutes.
+                    if (error := server.save()["error"]) or not list(kept.glob("*.relay")):
+                        raise RuntimeError(f"nothing was saved: {error}")
+                    for path in kept.glob("*.relay") if way == "saving" else ():
+                        path.unlink()
+                    before = set(kept.iterdir())
+                    saved = pool.submit(_save_soon, server) if way == "saving" else None
                     options = {
                         "dataset-name": "random",
                         "random-input-len": OWN,
@@ -184,7 +188,10 @@ def decode(args: argparse.Namespace, folder: Path, report: Report) -> list[Row]:
                         row[name] = round(measured[name], 3)
                     row["window_s"] = round(measured["duration"], 1)
                     row |= saved.result() if saved else {"save_s": "", "error": ""}
-                    row["saved_bytes"] = sum(path.stat().st_size for path in kept.glob("*.relay"))
+                    new = set(kept.glob("*.relay")) - before
+                    if way == "without" and new:
+                        raise RuntimeError("a round of saving began by itself")
+                    row["saved_bytes"] = sum(path.stat().st_size for path in new)
                     rows.append(row)
     return rows
 

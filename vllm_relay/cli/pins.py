@@ -21,7 +21,7 @@ LOCAL = "http://localhost:8000"
 # User messages of conversations that are compared; they begin with different characters.
 _USERS = ("Hello", "0", " a")
 # Seconds for an answer: a long prompt is computed first, a round of saving takes some minutes.
-_PATIENCE = 1800.0
+_PATIENCE, _SAVE_PATIENCE = 600.0, 1800.0
 
 
 class _Server:
@@ -56,7 +56,8 @@ class _Server:
             }
             # One engine needs no number, and a server in front of it may not know this header.
             headers = {"X-data-parallel-rank": str(place)} if len(self._engines) > 1 else {}
-            answer = self._call("POST", "/v1/completions", body, headers)
+            seconds = _SAVE_PATIENCE if "save" in command else _PATIENCE
+            answer = self._call("POST", "/v1/completions", body, headers, seconds)
             relay = (answer.get("kv_transfer_params") or {}).get("relay")
             if relay is None:
                 raise ValueError(
@@ -90,16 +91,19 @@ class _Server:
         return [tokens[0] for tokens in same]
 
     def _call(
-        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+        seconds: float = _PATIENCE,
     ) -> Any:
         """The JSON answer. Raises ValueError with the server's message."""
         import requests
 
         where = self._url + path
         try:
-            answer = self._http.request(
-                method, where, json=body, headers=headers, timeout=_PATIENCE
-            )
+            answer = self._http.request(method, where, json=body, headers=headers, timeout=seconds)
             if answer.ok:
                 return answer.json()
         except requests.ConnectionError:

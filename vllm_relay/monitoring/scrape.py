@@ -16,7 +16,7 @@ _PATIENCE = 10.0
 
 Values = Mapping[str, float]
 Group = dict[str, int]
-# By engine, lists of what gauges tell place by place: "groups" and "hot_prefixes".
+# By engine: "groups" and "hot_prefixes", whose gauges have a place each.
 Lists = dict[str, dict[str, Any]]
 
 

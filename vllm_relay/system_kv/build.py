@@ -19,7 +19,7 @@ from vllm_relay.system_kv.cache_groups import STATE
 from vllm_relay.system_kv.file import SystemKVError, SystemKVFile, write_file
 from vllm_relay.system_kv.identity import engine_settings, identify
 from vllm_relay.system_kv.manifest import Identity, Layer, Manifest, tensor_names
-from vllm_relay.system_kv.parts import join
+from vllm_relay.system_kv.parts import LayerKV, join
 from vllm_relay.system_kv.prompts import Prompt
 
 # KV tokens beside those of each prompt: its last block is partly filled.
@@ -162,13 +162,15 @@ class Builder:
         All tokens, those before `Layer.first_token` too.
         """
         shards = capture.read_shards(self._scratch)
-        parts: list[tuple[Layer, tuple[torch.Tensor, torch.Tensor]]] = []
+        parts: list[LayerKV] = []
         kept: dict[str, int] = {}
         for rank, shard in shards.items():
             file = capture.shard_file(self._scratch, index, rank)
             mapped = shard.map(file, len(prompt.token_ids))
             kept |= shard.kept
-            parts += [(layer, mapped[layer.name]) for layer in shard.layers]
+            for layer in shard.layers:
+                keys, values = mapped[layer.name]
+                parts.append(LayerKV(layer=layer, keys=keys, values=values))
         tensors, layers = join(parts, self._config.model_config.get_total_num_kv_heads())
         tokens = len(prompt.token_ids)
         return tensors, [

@@ -85,7 +85,9 @@ class SystemKVConnector(IdleConnector):
             self._pins = PinnedBlocks(vllm_config, files, salts, placed, groups, longest, settings)
             self._retention = Retention() if settings.learns else None
             if memory is not None:
-                workers = vllm_config.parallel_config.world_size
+                model, parallel = vllm_config.model_config, vllm_config.parallel_config
+                heads = model.get_total_num_kv_heads() / model.get_num_kv_heads(parallel)
+                workers = parallel.pipeline_parallel_size * heads
                 self._remembering = Remembering(
                     vllm_config,
                     block_size=memory[0].block_size,
@@ -224,6 +226,10 @@ class SystemKVConnector(IdleConnector):
             self._answer = WorkerMetadata(reset, self._writer.rewrite(reset))
         if self._saver is not None:
             self._saver.take(connector_metadata.orders)
+
+    def shutdown(self) -> None:
+        if self.role == KVConnectorRole.WORKER and self._saver is not None:
+            self._saver.give_up()
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         answer, self._answer = self._answer, None

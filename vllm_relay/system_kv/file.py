@@ -223,15 +223,18 @@ class SystemKVFile:
             )
         return dict(given)
 
-    def tensors(self, layer: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def tensors(
+        self, layer: str, threads: int = blake3.blake3.AUTO
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer: CPU tensors ``[tokens, kv_heads, head_size]``.
 
-        Raises SystemKVError if they cannot be read or a checksum differs.
+        ``threads``: of `checksum`. Raises SystemKVError if they cannot be read or a checksum
+        differs.
         """
-        keys, values = map(self._tensor, tensor_names(layer))
+        keys, values = (self._tensor(name, threads) for name in tensor_names(layer))
         return keys, values
 
-    def _tensor(self, name: str) -> torch.Tensor:
+    def _tensor(self, name: str, threads: int) -> torch.Tensor:
         # Read, not mapped: a file that is truncated meanwhile would end the process by SIGBUS.
         try:
             tensor = torch.empty(self._shapes[name], dtype=getattr(torch, self.manifest.dtype))
@@ -246,7 +249,7 @@ class SystemKVFile:
                 done += count
         except OSError as error:
             raise SystemKVError(f"{self.path}: {error.strerror or error}") from None
-        if checksum(tensor) != self.manifest.checksums[name]:
+        if checksum(tensor, threads) != self.manifest.checksums[name]:
             raise SystemKVError(f"{self.path}: tensor {name} is damaged: checksum differs")
         return tensor
 

@@ -45,7 +45,7 @@ class Orders:
     at_once: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """A worker's answer to the message ``key``: ``what`` is done, of a file, or the problem.
 

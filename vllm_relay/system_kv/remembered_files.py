@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,15 @@ from vllm_relay.system_kv.file import SystemKVError
 
 # Other files in the folder are left alone.
 _PATTERN = "hot-*.relay"
+
+
+@dataclass
+class Round:
+    """One round of saving: names of its files, and the reason why some are missing, or None."""
+
+    number: int
+    names: list[str] = field(default_factory=list)
+    problem: str | None = None
 
 
 def file_name(identity: Mapping[str, Any], token_ids: Sequence[int]) -> str:

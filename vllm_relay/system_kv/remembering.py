@@ -7,15 +7,16 @@ evicts them, and are given back as soon as a request may wait for blocks.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 from vllm_relay import metrics
 from vllm_relay.system_kv.file import SystemKVError
 from vllm_relay.system_kv.known_prefixes import KnownPrefixes, Prefix, is_plain
 from vllm_relay.system_kv.messages import Answers, Orders, Report, Save
-from vllm_relay.system_kv.remembered_files import file_name
+from vllm_relay.system_kv.remembered_files import Round, file_name
 from vllm_relay.system_kv.retention import Retention
+from vllm_relay.system_kv.stats import PLACES
 from vllm_relay.system_kv.switched_off import or_off
 from vllm_relay.system_kv.warm_start import WarmStart, cached_blocks
 
@@ -23,23 +24,14 @@ from vllm_relay.system_kv.warm_start import WarmStart, cached_blocks
 # while a request waits for the round.
 ROUND_SECONDS = 300.0
 _STOP_SECONDS = 60.0
+# Seconds until a file is given up whose blocks are copied.
+_WRITE_SECONDS = 600.0
 # A prefix is saved from this count on: three requests came under it of late.
 _LEAST_COUNT = 2.0
 # Blocks compared in a round: it is done between two engine steps.
 _MOST_BLOCKS = 4096
-# Prefixes whose hotness is shown.
-_SHOWN = 10
 # Blocks are held while this share of the pool is free.
 _FREE_SHARE = 1 / 16
-
-
-@dataclass
-class _Round:
-    """One round of saving: names of its files, and the reason why some are missing, or None."""
-
-    number: int
-    names: list[str] = field(default_factory=list)
-    problem: str | None = None
 
 
 class Remembering:
@@ -74,12 +66,13 @@ class Remembering:
         self._to_save: list[Prefix] = []
         self._saving: str | None = None
         self._held: list[Any] = []
+        self._since = 0.0  # the newest order or copy
         self._drop = self._compare = self._at_once = False
         self._answers = Answers(vllm_config.parallel_config.world_size)
         self._waiting: set[str] = set()
         # The newest round and the one before; by request, the number of the round it waits for, and
         # until when.
-        self._round, self._before = _Round(0), _Round(0)
+        self._round, self._before = Round(0), Round(0)
         self._asked: dict[str, tuple[int, float]] = {}
         self._next_round = time.monotonic() + ROUND_SECONDS
         self._pool: Any = None
@@ -168,7 +161,7 @@ class Remembering:
             self._let_go()
         drop, self._drop = self._drop, False
         if found:
-            return found[0]
+            return replace(found[0], drop=drop)
         return Orders(drop=True) if drop else None
 
     @or_off
@@ -183,18 +176,25 @@ class Remembering:
             load, self._may_load = self._warm.order(), False
         if time.monotonic() >= self._next_round and not self._busy:
             self._begin_round()
+        if self._saving and not self._held and time.monotonic() > self._since + _WRITE_SECONDS:
+            self.give_back(
+                f"no file came in {_WRITE_SECONDS:.0f} s: do all workers see the folder?"
+            )
         compare = self._compare and self._saving is None and bool(self._to_save)
         if self._to_save and not (self._saving or self._compare or scarce):
             save = self._save()
-        if compare:
-            self._saving = "compared"
         if save or load or compare or self._at_once:
-            drop, self._drop = self._drop, False
-            give(Orders(save=save, load=load, drop=drop, compare=compare, at_once=self._at_once))
+            orders = Orders(save=save, load=load, compare=compare, at_once=self._at_once)
+            if save or compare:
+                self._saving, self._since = orders.key, time.monotonic()
+            give(orders)
 
     @or_off
     def reported(self, report: Report) -> None:
         """Take a worker's answer."""
+        # One to an order that was given up says nothing of the next.
+        if report.what != "loaded" and report.key != self._saving:
+            return
         if not self._answers.complete(report):
             return
         if report.what == "loaded":
@@ -204,17 +204,18 @@ class Remembering:
             self._compare = False
             if report.problem is not None:
                 raise SystemKVError(report.problem)
-        elif report.name == self._saving:
+        else:
             self._release()
+            self._since = time.monotonic()
             if report.what == "saved":
                 self._saving = None
+                self._drop = True  # what other workers still do for it
                 if report.problem is None:
                     self._round.names.append(report.name)
                     until = time.monotonic() + _STOP_SECONDS
                     self._asked = {k: (number, until) for k, (number, _) in self._asked.items()}
             if report.problem is not None:
                 self._to_save.clear()
-                self._drop = True  # the other workers' parts
                 self._round.problem = report.problem
                 metrics.say_once(f"system_kv.remember: nothing was saved: {report.problem}")
 
@@ -257,7 +258,7 @@ class Remembering:
         now = time.monotonic()
         self._next_round = now + ROUND_SECONDS
         counts = self._retention.hotness.hottest(_LEAST_COUNT, self._most_saved)
-        self._before, self._round = self._round, _Round(self._round.number + 1)
+        self._before, self._round = self._round, Round(self._round.number + 1)
         pinned, room, left = [], self._most_saved, 0
         for prefix in self._pinned():
             if len(prefix.hashes) <= room:
@@ -269,7 +270,7 @@ class Remembering:
             self._round.problem = f"{left} pinned prefixes do not fit into remember_gib"
         hot = self._known.choose(counts, room)
         self.hottest = [
-            [round(counts[prefix.hashes[-1]], 1), len(prefix.token_ids)] for prefix in hot[:_SHOWN]
+            [round(counts[prefix.hashes[-1]], 1), len(prefix.token_ids)] for prefix in hot[:PLACES]
         ]
         self._to_save = [*pinned, *(prefix for prefix in hot if prefix not in pinned)]
         self._hot_at = time.time()
@@ -284,9 +285,8 @@ class Remembering:
                 continue
             self._pool.touch(blocks)
             self._held = blocks
-            self._saving = file_name(self._identity, prefix.token_ids)
             return Save(
-                name=self._saving,
+                name=file_name(self._identity, prefix.token_ids),
                 token_ids=prefix.token_ids,
                 block_ids=tuple(block.block_id for block in blocks),
                 hot_at=self._hot_at,

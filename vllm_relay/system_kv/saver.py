@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -24,7 +24,7 @@ from vllm_relay.system_kv.file import SystemKVError, write_file
 from vllm_relay.system_kv.identity import engine_settings
 from vllm_relay.system_kv.manifest import Layer, Manifest, tensor_names
 from vllm_relay.system_kv.messages import Orders, Report, Save
-from vllm_relay.system_kv.parts import hand_over, join, take_over
+from vllm_relay.system_kv.parts import LayerKV, hand_over, join, take_over
 from vllm_relay.system_kv.placement import CacheGroup, Placement
 from vllm_relay.system_kv.remembered_files import make_room, mark
 from vllm_relay.system_kv.scratch import scratch_folder
@@ -34,19 +34,20 @@ from vllm_relay.system_kv.writer import Writer
 # that waited for requests has not had a long step.
 _COPY_SHARE = 0.02
 _LONGEST_STEP = 0.25
+# Seconds in a step that waits for a file.
+_PATIENCE = 0.1
 
 
 @dataclass
 class _Job:
     """One `Save` under way.
 
-    ``known``: whether it has a file, which the first worker finds out. ``done``: copies of single
-    blocks, layer by layer.
+    ``known``: whether the prefix has a file. ``done``: copies of single blocks, layer by layer.
     """
 
     key: str
     order: Save
-    known: Future[bool] | None
+    known: Future[bool]
     given_up: Event = field(default_factory=Event)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     done: int = 0
@@ -84,9 +85,8 @@ class Saver:
         """Do a step's part of the work, before its forward pass."""
         began = time.perf_counter()
         step, self._step_began = min(began - self._step_began, _LONGEST_STEP), began
-        if orders is not None and self._job is not None and (orders.drop or orders.save):
-            self._job.given_up.set()
-            self._job = None
+        if orders is not None and (orders.drop or orders.save):
+            self.give_up()
         if self._job is not None:
             self._go_on(began + _COPY_SHARE * step)
         if orders is None:
@@ -100,14 +100,19 @@ class Saver:
             )
         if orders.save is not None:
             path = self._folder / orders.save.name
-            known = None
-            if self._rank == 0:
-                known = self._thread.submit(mark, path, orders.save.hot_at)
+            known = self._thread.submit(self._is_known, path, orders.save.hot_at)
             self._job = _Job(orders.key, orders.save, known)
-        while orders.at_once and self._job is not None:
-            if pending := self._job.written or self._job.known:
-                pending.exception()
+        if orders.at_once and (job := self._job) is not None:
             self._go_on(float("inf"))
+            # Not for long: another worker may be waited for, which this step waits for.
+            pending: Future[Any] = job.written or job.known
+            wait([pending], _PATIENCE)
+
+    def give_up(self) -> None:
+        """End what is under way, but for a file that is being written."""
+        if self._job is not None:
+            self._job.given_up.set()
+            self._job = None
 
     def reports(self) -> list[Report]:
         """Reports of what was done since the last call."""
@@ -119,9 +124,17 @@ class Saver:
         try:
             act()
         except Exception as error:
-            self._reports.append(Report(key, what, name, _one_line(error)))
+            self._report(key, what, name, error)
         else:
-            self._reports.append(Report(key, what, name))
+            self._report(key, what, name)
+
+    def _report(self, key: str, what: str, name: str, error: Exception | None = None) -> None:
+        problem = None if error is None else _one_line(error)
+        self._reports.append(Report(key=key, what=what, name=name, problem=problem))
+
+    def _is_known(self, path: Path, hot_at: float) -> bool:
+        """True if there is a file; the first worker marks it as hot."""
+        return mark(path, hot_at) if self._rank == 0 else path.exists()
 
     def _go_on(self, deadline: float) -> None:
         """Copy until the deadline, at least one block of a layer, and have the file written."""
@@ -135,15 +148,16 @@ class Saver:
                     if (size := job.written.result()) is not None:
                         _log(job, size)
                     if self._rank == 0:
-                        self._reports.append(Report(job.key, "saved", name))
-            elif job.known is None or (job.known.done() and not job.known.result()):
+                        self._report(job.key, "saved", name)
+            elif job.known.done() and not job.known.result():
                 self._copy(job, deadline)
             elif job.known.done():
                 self._job = None
-                self._reports.append(Report(job.key, "saved", name))
+                if self._rank == 0:
+                    self._report(job.key, "saved", name)
         except Exception as error:
             self._job = None
-            self._reports.append(Report(job.key, "saved", name, _one_line(error)))
+            self._report(job.key, "saved", name, error)
 
     def _copy(self, job: _Job, deadline: float) -> None:
         blocks = job.order.block_ids
@@ -160,7 +174,7 @@ class Saver:
             job.done += 1
             if time.perf_counter() >= deadline:
                 return
-        self._reports.append(Report(job.key, "copied", job.order.name))
+        self._report(job.key, "copied", job.order.name)
         job.written = self._thread.submit(self._write, job)
 
     def _begin(self, job: _Job) -> None:
@@ -202,19 +216,19 @@ class Saver:
         mark(path, job.order.hot_at)
         return written
 
-    def _parts(
-        self, job: _Job, path: Path
-    ) -> list[tuple[Layer, tuple[torch.Tensor, torch.Tensor]]] | None:
-        """Layers of all workers with keys and values, in the order of ranks; None: not wanted."""
+    def _parts(self, job: _Job, path: Path) -> list[LayerKV] | None:
+        """KV of all workers in the order of their ranks; None if it is not wanted any more."""
         found = []
         for layer in self._manifest(job.order).layers:
             keys, values = (job.tensors[name] for name in tensor_names(layer.name))
-            found.append((layer, (keys, values)))
+            found.append(LayerKV(layer=layer, keys=keys, values=values))
         for rank in range(1, self._workers):
             file = take_over(self._folder, f"{job.key}-{rank}", lambda: _is_over(job, path))
             if file is None:
                 return None
-            found += [(layer, file.tensors(layer.name)) for layer in file.manifest.layers]
+            for layer in file.manifest.layers:
+                keys, values = file.tensors(layer.name, threads=1)
+                found.append(LayerKV(layer=layer, keys=keys, values=values))
         return found
 
     def _manifest(self, order: Save) -> Manifest:

@@ -18,6 +18,7 @@ _COUNTERS = {
 
 # Key of `SystemKVStats.data` beside the prompts: requests and tokens of the hottest prefixes.
 HOT = "(hot)"
+PLACES = 10
 _HOT = {
     "requests": "Requests of late under a hot prefix, by its place: a decayed count.",
     "tokens": "Tokens of a hot prefix, by its place.",
@@ -100,7 +101,6 @@ class SystemKVMetrics(KVConnectorPromMetrics):
             )
             for name, text in _HOT.items()
         }
-        self._places: dict[int, int] = {}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for prompt, entry in transfer_stats_data.items():
@@ -113,10 +113,11 @@ class SystemKVMetrics(KVConnectorPromMetrics):
             self._blocks.labels(*labels).set(entry["blocks"])
 
     def _show_hot(self, prefixes: list[list[float]], engine: int) -> None:
-        """Set the gauges of an engine's hot prefixes; places that it had before are 0."""
-        before = self._places.get(engine, 0)
-        self._places[engine] = len(prefixes)
-        empty: list[list[float]] = [[0, 0]] * (before - len(prefixes))
+        """Set the gauges of an engine's hot prefixes; empty places are 0.
+
+        All of them: another API server may have set them before.
+        """
+        empty: list[list[float]] = [[0, 0]] * (PLACES - len(prefixes))
         for place, values in enumerate([*prefixes, *empty]):
             for gauge, value in zip(self._hot.values(), values, strict=True):
                 gauge.labels(*self.per_engine_labelvalues[engine], str(place)).set(value)

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -256,11 +257,11 @@ def test_a_round_that_ends_early_is_an_error(
 def test_save_waits_as_long_as_each_file_comes_in_a_minute(
     seconds: float, files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, write = [0.0], saver.write_file
+    clock, write, given_back = [0.0], saver.write_file, Event()
 
     def slow(*args: Any, **kwargs: Any) -> int:
         clock[0] += seconds
-        time.sleep(0.05)
+        assert files or given_back.wait(30)
         return write(*args, **kwargs)
 
     monkeypatch.setattr(saver, "write_file", slow)
@@ -268,6 +269,10 @@ def test_save_waits_as_long_as_each_file_comes_in_a_minute(
         remembering, "time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time)
     )
     engine = Engine(tmp_path)
+    give_back = engine.remembering.give_back
+    monkeypatch.setattr(
+        engine.remembering, "give_back", lambda *why: (give_back(*why), given_back.set())
+    )
     for number in (8, 9):
         _pin(engine, [number, *PROMPT])
     engine.request([1, 2], command={"save": True})

@@ -5,6 +5,7 @@ import os
 import stat
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.unit.system_kv.remembering_engine import BLOCK, NAMES, Engine, kv_of
 from vllm_relay.system_kv import remembering as module
 from vllm_relay.system_kv import saver, writer
 from vllm_relay.system_kv.file import SystemKVFile
+from vllm_relay.system_kv.messages import Report
 from vllm_relay.system_kv.remembered_files import hottest_first
 
 HOT = list(range(100, 100 + 6 * BLOCK))
@@ -115,8 +117,15 @@ def test_held_blocks_are_given_back_when_they_are_wanted(
 def _round(engine: Engine) -> None:
     """A whole round of saving."""
     engine.begin_round()
-    while engine.step() or engine.remembering._saving:
+    _until(lambda: not (engine.step() or engine.remembering._saving))
+
+
+def _until(done: Callable[[], bool]) -> None:
+    for _ in range(30_000):
+        if done():
+            return
         time.sleep(0.001)
+    raise TimeoutError
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
@@ -137,13 +146,13 @@ def test_the_parts_of_two_workers_are_one_file(
     for prompt in (HOT, newer):
         assert Engine(tmp_path).request([*prompt, 1, 2, 3, 4]) == 6  # which compares the content
     assert engine.pool.get_num_free_blocks() == 64
-    while len(list(tmp_path.iterdir())) > 2:  # a part that is not wanted any more
-        time.sleep(0.01)
+    _until(lambda: len(list(tmp_path.iterdir())) == 2)  # no part is left
 
 
+@pytest.mark.parametrize("stops", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_part_that_fails_ends_the_round_of_all_workers(
-    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+    rank: int, stops: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
 ) -> None:
     engine = Engine(tmp_path, workers=2)
     broken, copy = engine.savers[rank], saver.Saver._copy
@@ -156,11 +165,31 @@ def test_a_part_that_fails_ends_the_round_of_all_workers(
     _ask(engine, HOT)
     with monkeypatch.context() as patch:
         patch.setattr(saver.Saver, "_copy", fails)
-        _round(engine)
+        engine.stop() if stops else _round(engine)
     assert lines == ["system_kv.remember: nothing was saved: [Errno 28] No space left on device"]
     assert engine.pool.get_num_free_blocks() == 64
-    _round(engine)
-    assert _saved(tmp_path) == [HOT]
+    if not stops:
+        _round(engine)
+        assert _saved(tmp_path) == [HOT]
+
+
+def test_a_late_report_of_an_order_that_was_given_up_releases_no_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver, "_COPY_SHARE", 0.0)
+    engine = Engine(tmp_path)
+    _ask(engine, HOT)
+    engine.begin_round()
+    (first,) = {order.key for _ in range(3) if (order := engine.step()) and order.save}
+    engine.remembering.give_back()
+    engine.begin_round()
+    second = engine.step()
+    assert second.drop and second.save and second.key != first
+    late = Report(key=first, what="copied", name=second.save.name)
+    engine.remembering.reported(late)
+    assert engine.pool.get_num_free_blocks() == 64 - 6
+    engine.remembering.reported(replace(late, key=second.key))
+    assert engine.pool.get_num_free_blocks() == 64
 
 
 def test_requests_with_a_salt_are_not_saved(tmp_path: Path) -> None:
