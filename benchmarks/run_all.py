@@ -3,10 +3,12 @@
     python benchmarks/run_all.py            (`make bench`; --full is `make bench-full`)
 
 A benchmark that fails is named at the end; the others are measured all the same. Each writes a CSV
-of its own, and no CSV is ever written over.
+of its own, and no CSV is ever written over. A run of the whole grid that was ended goes on: what
+this machine has measured with the same code is not measured again, unless with --again.
 """
 
 import argparse
+import shlex
 import subprocess
 import sys
 import time
@@ -17,8 +19,10 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.harness.environment import ROOT
+from benchmarks.harness.environment import RESULTS, ROOT
+from benchmarks.harness.result_csv import first_line, read, revision
 from vllm_relay.lifetime import ended_in_order
+from vllm_relay.serving.provenance import provenance
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,32 @@ RUNS = (
 )
 
 
+# What decides about a measurement.
+CODE = ("vllm_relay", "benchmarks/suites", "benchmarks/harness", "requirements", "setup.py")
+
+
+def measured(run: Run, options: list[str]) -> Path | None:
+    """The CSV of this run on this machine with the code of now, or None."""
+    command = shlex.join(["python", f"benchmarks/suites/bench_{run.name}.py", *options, "--save"])
+    here = {**provenance(), "command": command}
+    for path in sorted(RESULTS.glob(f"{run.name}-*.csv"), reverse=True):
+        row = read(path)[0]
+        alike = all(str(row.get(x)) == here[x] for x in ("command", "device", "cores", "vllm"))
+        if alike and same_code(row["revision"]):
+            return path
+    return None
+
+
+def same_code(then: str) -> bool:
+    """True if the code of a clean revision is that of the working tree."""
+    git = ("git", "-C", str(ROOT))
+    if "dirty" in revision(*CODE) or not first_line(
+        *git, "rev-parse", "--verify", f"{then}^{{commit}}"
+    ):
+        return False
+    return not first_line(*git, "diff", "--name-only", then, "--", *CODE)
+
+
 def status_of(command: list[str]) -> int:
     """Run it to its end; whatever ends us first lets it end in order."""
     child = subprocess.Popen(command)
@@ -76,6 +106,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--full", action="store_true", help="the whole grid")
     names = list(dict.fromkeys(run.name for run in RUNS))
+    parser.add_argument(
+        "--again", action="store_true", help="measure what --full has measured, too"
+    )
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     args = parser.parse_args()
     console = Console(highlight=False)
@@ -86,6 +119,9 @@ def main() -> int:
         if options is None or run.name not in args.only:
             continue
         console.rule(f"{run.name} {options}")
+        if args.full and not args.again and (path := measured(run, options.split())):
+            console.print(f"{run.name}: measured before, {path.relative_to(ROOT)}")
+            continue
         begun = time.monotonic()
         script = str(ROOT / "benchmarks" / "suites" / f"bench_{run.name}.py")
         command = [sys.executable, script, *options.split(), "--save"]

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from benchmarks import run_all
+from benchmarks.harness.result_csv import revision, write_csv
 from tests.engine.engine import ROOT, environment
+from vllm_relay.serving.provenance import provenance
 
 
 @pytest.fixture
@@ -38,6 +40,36 @@ def test_every_benchmark_runs_and_is_kept_whatever_fails(
     for _, script, *options in benchmarks:
         assert Path(script).is_file() and options[-1] == "--save"
     assert "failed: tree" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changed", "flags", "count"),
+    [({}, [], 0), ({}, ["--again"], 1), ({"cores": "99"}, [], 1), ({"revision": "older"}, [], 1)],
+)
+def test_the_whole_grid_goes_on_where_it_was_ended(
+    changed: dict[str, str],
+    flags: list[str],
+    count: int,
+    commands: list[list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = next(run for run in run_all.RUNS if run.name == "decode")
+    command = f"python benchmarks/suites/bench_decode.py {run.full} --save"
+    row = {**provenance(), "command": command, "revision": "now", **changed}
+    monkeypatch.setattr(run_all, "RESULTS", tmp_path)
+    monkeypatch.setattr(run_all, "ROOT", tmp_path)
+    write_csv(tmp_path / "decode.csv", [{"system": "relay"}], row)
+    monkeypatch.setattr(run_all, "same_code", lambda then: then == "now")
+    monkeypatch.setattr("sys.argv", ["run_all.py", "--full", "--only", "decode", *flags])
+    assert run_all.main() == 0
+    assert len(commands) == count + 1  # and the report
+
+
+def test_code_is_compared_with_that_of_a_revision() -> None:
+    assert run_all.same_code("HEAD") == ("dirty" not in revision(*run_all.CODE))
+    for unknown in ("0" * 40, "none", f"{revision()}-dirty"):
+        assert not run_all.same_code(unknown)
 
 
 @pytest.mark.parametrize("run", run_all.RUNS, ids=lambda run: run.name)
