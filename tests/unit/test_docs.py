@@ -192,3 +192,22 @@ def test_the_sizes_of_models_follow_from_their_shapes() -> None:
     for layers, heads, size, kib, mib in rows:
         in_bf16 = 2 * 2 * int(layers) * int(heads) * int(size)
         assert (float(kib), int(mib)) == (in_bf16 / 2**10, round(in_bf16 * 2000 / 2**20))
+
+
+def test_the_bytes_of_a_step_follow_from_the_models_shapes() -> None:
+    text = (ROOT / "docs/decide.md").read_text()
+    rows = re.findall(
+        r"^\| [\w.-]+ \| ([\d.]+) \| (\d+) \| (\d+) \| (\d+) \| "
+        r"([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$",
+        text,
+        re.M,
+    )
+    assert len(rows) == 8
+    requests, shared, own = 64, 8192, 512
+    for parameters, layers, heads, size, *shown in rows:
+        weights = 2 * float(parameters)
+        per_token = 2 * 2 * int(layers) * int(heads) * int(size) / 1e9
+        stock = per_token * requests * (shared + own)
+        relay = per_token * (shared + requests * own)
+        found = weights, stock, relay, (weights + stock) / (weights + relay)
+        assert [f"{x:.1f}" for x in found] == shown
