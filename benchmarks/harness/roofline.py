@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,3 +48,33 @@ def theoretical_speed_up(requests: int, prefix: int, context: int) -> float:
     and the operands of the fusion.
     """
     return (prefix + context + 2) / (prefix / requests + context + 7)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Ceilings of a machine, and the heads of one attention layer in bf16 on it.
+
+    Attributes:
+        gemm: operations per second of a matrix product. read: bytes per second of memory.
+    """
+
+    gemm: float
+    read: float
+    query_heads: int
+    kv_heads: int
+    head_size: int
+
+    def most(self, requests: int, prefix: int, context: int) -> float:
+        """The most that attending to a prefix once for all requests can speed attention up.
+
+        As `theoretical_speed_up`, but each part of a step takes as long as its reads or its
+        arithmetic, whichever is more.
+        """
+        stock = self._seconds(requests * (prefix + context), requests * (prefix + context))
+        prefix_once = self._seconds(prefix, requests * prefix)
+        return stock / (prefix_once + self._seconds(requests * context, requests * context))
+
+    def _seconds(self, tokens_read: int, products: int) -> float:
+        """Seconds for KV tokens that are read, and products of a request with a KV token."""
+        read = 4 * self.kv_heads * self.head_size * tokens_read / self.read
+        return max(read, 4 * self.query_heads * self.head_size * products / self.gemm)

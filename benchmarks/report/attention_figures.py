@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from benchmarks.harness.result_csv import Row, read
-from benchmarks.harness.roofline import theoretical_speed_up
+from benchmarks.harness.roofline import Machine, theoretical_speed_up
 from benchmarks.report.figure_style import axes_of, close, finish, panels_of, spread
 from benchmarks.report.markdown import Ratio, kind_of, table
 from benchmarks.report.published import PUBLISHED
@@ -157,6 +157,64 @@ def theory(rows: list[Row], path: Path) -> str:
             for row in rows
         ),
     )  # fmt: skip
+
+
+BATCHES, OWN, PREFIX = (1, 2, 4, 8, 16, 32, 64, 128), (64, 512), 8192
+
+
+def machines_of(rows: list[Row]) -> dict[str, Machine]:
+    """Ceilings by head shape, of the fewest threads."""
+    least = min(row["threads"] for row in rows)
+    found = {}
+    for row in rows:
+        query, kv, size = shape = row["query_heads"], row["kv_heads"], row["head_size"]
+        if row["threads"] == least:
+            found["{}/{} heads of {}".format(*shape)] = Machine(
+                gemm=row["gemm_gflop_s"] * 1e9,
+                read=row["read_gb_s"] * 1e9,
+                query_heads=query,
+                kv_heads=kv,
+                head_size=size,
+            )
+    return found
+
+
+def bounds(rows: list[Row], path: Path) -> str:
+    """What eq. 10 and the machine's arithmetic allow, by batch and context."""
+    machines = machines_of(rows)
+    figure, panels = panels_of(len(machines))
+    for axes, (shape, machine) in zip(panels, machines.items(), strict=True):
+        for number, own in enumerate(OWN):
+            theirs = [theoretical_speed_up(batch, PREFIX, own) for batch in BATCHES]
+            ours = [machine.most(batch, PREFIX, own) for batch in BATCHES]
+            colour = f"C{number}"
+            axes.plot(BATCHES, theirs, color=colour, linestyle=":", label=f"eq. 10, {own} own")
+            axes.plot(BATCHES, ours, color=colour, marker="o", label=f"with arithmetic, {own} own")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
+        axes.set_title(f"{shape}, {PREFIX:,} tokens shared", fontsize="medium")
+        axes.set_xlabel("requests")
+        axes.set_ylabel("speed-up of attention, at most")
+        axes.legend(frameon=False, fontsize="x-small", loc="upper left")
+    figure.savefig(path, dpi=150)
+    close(figure)
+    return table(
+        ["heads", "own tokens", "requests", "eq. 10", "with arithmetic"],
+        (
+            [
+                shape,
+                f"{own}",
+                f"{batch}",
+                f"{theoretical_speed_up(batch, PREFIX, own):.2f}",
+                f"{machine.most(batch, PREFIX, own):.2f}",
+            ]
+            for shape, machine in machines.items()
+            for own in OWN
+            for batch in BATCHES[3::2]
+        ),
+    )
 
 
 def theory_ratios(rows: list[Row]) -> list[Ratio]:

@@ -114,6 +114,15 @@ SECTIONS = (
         lambda row: row.get("part") == "step" and "unshared_ms" in row,
     ),
     Section(
+        "attention", "What reads and arithmetic allow",
+        "Eq. 10 of the RelayAttention paper counts reads. On this machine a product of a query "
+        "head with a KV token may take longer than the token's read: each part of a step takes as "
+        "long as its reads or its arithmetic, at the two rates measured in the same run. Models "
+        "with many query heads per KV head then have less to gain.",
+        attention_figures.bounds, lambda rows: [], "-bounds",
+        lambda row: row.get("part") != "step" and "ms_min" in row,
+    ),
+    Section(
         "attention", "Attention of one layer",
         "Kernels beside the ceilings of the machine, on one thread: one prefix for all requests, "
         "or a context of its own for each.",

@@ -1,5 +1,8 @@
 """What `bench_attention.py` makes of times: rates, and whose errors count."""
 
+import pytest
+
+from benchmarks.harness.roofline import Machine
 from benchmarks.suites import bench_attention
 
 CEILING = {"threads": 2, "gemm_gflop_s": 100.0, "read_gb_s": 10.0, "instructions": "avx2"}
@@ -28,3 +31,16 @@ def test_causal_queries_do_not_count_what_they_do_not_see() -> None:
     pairs = 8 * (1021 + 1022 + 1023 + 1024)
     assert ours["gflop_s"] == round(4 * 8 * 64 * pairs / 0.001 / 1e9, 1)
     assert ours["gb_s"] == round(2 * 2 * 2 * 64 * 8 * 1024 / 0.001 / 1e9, 4)
+
+
+def test_the_bound_of_attention_counts_reads_and_arithmetic() -> None:
+    heads = {"query_heads": 8, "kv_heads": 2, "head_size": 64}
+    reads = Machine(gemm=1e30, read=1e9, **heads)
+    # reads alone: eq. 10 without its constants
+    assert reads.most(32, 8192, 64) == pytest.approx((8192 + 64) / (8192 / 32 + 64))
+    products = Machine(gemm=1e9, read=1e30, **heads)
+    assert products.most(32, 8192, 64) == pytest.approx(1)
+    # A token's read takes 8 times its 4 products with a request's query heads.
+    both = Machine(gemm=32e9, read=1e9, **heads)
+    assert both.most(64, 8192, 0) == pytest.approx(8)
+    assert both.most(4, 8192, 0) == pytest.approx(4)

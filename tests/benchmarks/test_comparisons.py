@@ -125,7 +125,8 @@ def test_attention_is_measured_beside_the_theory(results: Path) -> None:
     assert float(steps[0]["eq_10"]) == round((128 + 128 + 2) / (128 / 32 + 128 + 7), 3)
     assert all(float(row["ms"]) > 0 and float(row["times_vllms_error"]) < 3 for row in rows)
     assert_reported(results, path)
-    assert path.with_name(f"{path.stem}-theory.png").stat().st_size > 10_000
+    for figure in ("theory", "bounds"):
+        assert path.with_name(f"{path.stem}-{figure}.png").stat().st_size > 10_000
 
 
 def test_orders_are_measured_and_answers_are_those_of_the_prompts(
