@@ -55,6 +55,7 @@ RUNS = (
         "--document 6144 --questions 1 2 4 8 16 32 64",
     ),
     Run("completions", "--samples 1 8 40 --prompt-tokens 512 --repeats 1", ""),
+    Run("prepacking", "--prompts 8 --repeats 3", "--prompts 32 --repeats 5"),
     Run("tree", "--problem 0 2048 --steps 16 --repeats 3", "--problem 0 256 512 1024 2048 4096"),
     Run("attention", "--threads 1", ""),
     Run(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ class Finished:
         seconds: from its submission. prefill_seconds: of them, until every request had a token.
         tokens: generated. cached: prompt tokens found in the prefix cache. answers: in prompt
             order. decode_tok_s: tokens per second from the moment that every request has its second
-            token.
+            token. ttft_s: seconds until the first token of each prompt, in their order.
     """
 
     seconds: float
@@ -78,6 +78,7 @@ class Finished:
     cached: int
     answers: list[Answer]
     decode_tok_s: float
+    ttft_s: list[float] = field(default_factory=list)
 
 
 class Engine:
@@ -139,6 +140,7 @@ class Engine:
         engine = self._llm.llm_engine
         outputs: dict[str, Any] = {}
         cached: dict[str, int] = {}
+        firsts: dict[str, float] = {}
         started = time.perf_counter()
         for prompt, length in zip(prompts, lengths, strict=True):
             self._requests += 1
@@ -155,6 +157,7 @@ class Engine:
             for output in engine.step():
                 outputs[output.request_id] = output.outputs[0]
                 cached[output.request_id] = output.num_cached_tokens or 0
+                firsts.setdefault(output.request_id, time.perf_counter() - started)
             if not begun and len(outputs) == len(prompts):
                 now = time.perf_counter()
                 first = first or now
@@ -176,6 +179,7 @@ class Engine:
             sum(cached.values()),
             [list(map(with_lead, o.token_ids, o.logprobs)) for o in in_order],
             (tokens - counted) / (ended - begun) if begun and ended > begun else 0.0,
+            [seconds for _, seconds in sorted(firsts.items(), key=lambda item: int(item[0]))],
         )
 
 

@@ -107,6 +107,37 @@ def completions(rows: list[Row], path: Path) -> str:
     return cases_table(rows, ("batch", "samples", "prompts"))
 
 
+def prepacking(rows: list[Row], path: Path) -> str:
+    figure, axes = axes_of(
+        f"{rows[0]['prompts']} prompts, the longest of {rows[0]['longest_tokens']:,} tokens",
+        "",
+        "seconds (median)",
+    )
+    for place, (name, what) in enumerate(
+        (("seconds", "until the last first token"), ("ttft_mean_s", "mean of first tokens"))
+    ):
+        places = [number + 0.4 * place for number in range(len(rows))]
+        axes.bar(places, [row[name] for row in rows], 0.4, label=what)
+    axes.set_xticks([number + 0.2 for number in range(len(rows))], [row["way"] for row in rows])
+    finish(figure, axes, path)
+    return table(
+        ["way", "tokens computed", "KV tokens at once", "seconds", "times padded",
+         "least to most", "TTFT, mean"],
+        (
+            [
+                row["way"],
+                f"{row['tokens_computed']:,}",
+                f"{row['kv_tokens_at_once']:,}",
+                f"{row['seconds']:.2f}",
+                f"{row['times_as_fast_as_padded']:.2f}",
+                f"{row['times_min']:.2f} to {row['times_max']:.2f}",
+                f"{row['ttft_mean_s']:.2f}",
+            ]
+            for row in rows
+        ),
+    )  # fmt: skip
+
+
 def tree(rows: list[Row], path: Path) -> str:
     row = rows[0]
     bars(

@@ -87,6 +87,13 @@ SECTIONS = (
         comparison_figures.completions, comparison_figures.case_ratios,
     ),
     Section(
+        "prepacking", "Prompts of different lengths, packed",
+        "Prefill of a batch as Prepacking (arXiv 2404.09529) computes it, without padding: what "
+        "vLLM's scheduler does in every step, and `vllm-relay build` for all its prompts. Padded: "
+        "every prompt as long as the longest. One by one: each waits for those before it.",
+        comparison_figures.prepacking, lambda rows: [],
+    ),
+    Section(
         "tree", "One level of sharing and two",
         "Examples shared by all, problems by some, several samples of each problem. Where ranges "
         "overlap, two levels are indistinguishable from one.",

@@ -14,6 +14,7 @@ from benchmarks.suites import (
     bench_decode,
     bench_learn,
     bench_order,
+    bench_prepacking,
     bench_replay,
     bench_serving,
 )
@@ -49,7 +50,15 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def save(console: Any, name: str, rows: Any) -> Path:
         return result_csv.write_csv(tmp_path / f"{name}.csv", rows, prov)
 
-    suites = (bench_attention, bench_decode, bench_learn, bench_order, bench_replay, bench_serving)
+    suites = (
+        bench_attention,
+        bench_decode,
+        bench_learn,
+        bench_order,
+        bench_prepacking,
+        bench_replay,
+        bench_serving,
+    )
     for module in (latin_square, *suites):
         monkeypatch.setattr(module, "save_engines", save)
     return tmp_path

@@ -21,6 +21,7 @@ from benchmarks.suites import (
     bench_fewshot,
     bench_needles,
     bench_order,
+    bench_prepacking,
     bench_throughput,
     bench_tree,
 )
@@ -57,7 +58,7 @@ def shared(started: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
         # "relay" finds as many levels as there are: here two
         yield {key: started["relay" if key == "relay-2-levels" else key] for key in keys}
 
-    for module in (latin_square, bench_decode, bench_order):
+    for module in (latin_square, bench_decode, bench_order, bench_prepacking):
         monkeypatch.setattr(module, "engines", found)
     for module in (bench_tree, bench_order):
         monkeypatch.setattr(module, "write_random_model", lambda folder, *heads: folder)
@@ -127,6 +128,21 @@ def test_attention_is_measured_beside_the_theory(results: Path) -> None:
     assert_reported(results, path)
     for figure in ("theory", "bounds"):
         assert path.with_name(f"{path.stem}-{figure}.png").stat().st_size > 10_000
+
+
+def test_packed_prompts_are_measured_and_answered_as_one_by_one(
+    results: Path, shared: None, model: Path
+) -> None:
+    options = ["--prompts", "4", "--median", "60", "--longest", "200", "--repeats", "1", "--save"]
+    assert bench_prepacking.main([*options, "--model", str(model)]) == 0
+    path, rows = read(results, "prepacking")
+    packed, alone, padded = rows
+    assert [row["way"] for row in rows] == list(bench_prepacking.WAYS)
+    assert packed["tokens_computed"] == alone["tokens_computed"]
+    assert int(padded["tokens_computed"]) == 4 * int(packed["longest_tokens"])
+    for row in rows:
+        assert 0 < float(row["ttft_mean_s"]) <= float(row["seconds"])
+    assert_reported(results, path)
 
 
 def test_orders_are_measured_and_answers_are_those_of_the_prompts(
