@@ -66,7 +66,7 @@ RUNS = (
 )
 
 
-# What decides about a measurement.
+# Paths whose content decides about a measurement.
 CODE = ("vllm_relay", "benchmarks/suites", "benchmarks/harness", "requirements", "setup.py")
 
 

@@ -180,7 +180,7 @@ def machines_of(rows: list[Row]) -> dict[str, Machine]:
 
 
 def bounds(rows: list[Row], path: Path) -> str:
-    """What eq. 10 and the machine's arithmetic allow, by batch and context."""
+    """Speed-ups that eq. 10 and the machine's arithmetic allow, by batch and context."""
     machines = machines_of(rows)
     figure, panels = panels_of(len(machines))
     for axes, (shape, machine) in zip(panels, machines.items(), strict=True):

@@ -108,11 +108,8 @@ def completions(rows: list[Row], path: Path) -> str:
 
 
 def prepacking(rows: list[Row], path: Path) -> str:
-    figure, axes = axes_of(
-        f"{rows[0]['prompts']} prompts, the longest of {rows[0]['longest_tokens']:,} tokens",
-        "",
-        "seconds (median)",
-    )
+    title = f"{rows[0]['prompts']} prompts, the longest of {rows[0]['longest_tokens']:,} tokens"
+    figure, axes = axes_of(title, "", "seconds (median)")
     for place, (name, what) in enumerate(
         (("seconds", "until the last first token"), ("ttft_mean_s", "mean of first tokens"))
     ):
@@ -124,15 +121,9 @@ def prepacking(rows: list[Row], path: Path) -> str:
         ["way", "tokens computed", "KV tokens at once", "seconds", "times padded",
          "least to most", "TTFT, mean"],
         (
-            [
-                row["way"],
-                f"{row['tokens_computed']:,}",
-                f"{row['kv_tokens_at_once']:,}",
-                f"{row['seconds']:.2f}",
-                f"{row['times_as_fast_as_padded']:.2f}",
-                f"{row['times_min']:.2f} to {row['times_max']:.2f}",
-                f"{row['ttft_mean_s']:.2f}",
-            ]
+            [row["way"], shown(row["tokens_computed"]), shown(row["kv_tokens_at_once"]),
+             f"{row['seconds']:.2f}", f"{row['times_as_fast_as_padded']:.2f}",
+             f"{row['times_min']:.2f} to {row['times_max']:.2f}", f"{row['ttft_mean_s']:.2f}"]
             for row in rows
         ),
     )  # fmt: skip

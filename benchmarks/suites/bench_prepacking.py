@@ -20,11 +20,11 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.harness.engines import Engine, Finished, Limits, engines
+from benchmarks.harness.engines import Engine, Limits, engines
 from benchmarks.harness.environment import model_path
 from benchmarks.harness.latin_square import save_engines
 from benchmarks.harness.terminal import add_save, at_least, make_console, step
-from vllm_relay.serving.agreement import distance
+from vllm_relay.serving.agreement import Answer, distance
 from vllm_relay.serving.comparison import interleaved
 
 WAYS = ("packed", "one by one", "padded")
@@ -41,20 +41,18 @@ def prompts_of(args: argparse.Namespace, number: int) -> list[list[int]]:
     return [rng.integers(3, VOCABULARY, length).tolist() for length in kept]
 
 
-def prefill(engine: Engine, way: str, prompts: list[list[int]]) -> tuple[list[float], Finished]:
-    """Seconds until the first token of each prompt, in a way, and what was answered."""
+def prefill(engine: Engine, way: str, prompts: list[list[int]]) -> tuple[list[float], list[Answer]]:
+    """Seconds until the first token of each prompt, in a way, and the answers."""
     engine.forget()
     if way == "one by one":
         each = [engine.finish([prompt], [1]) for prompt in prompts]
         answers = [answer for done in each for answer in done.answers]
-        seconds = sum(done.seconds for done in each)
-        found = Finished(seconds, seconds, len(prompts), 0, answers, 0.0)
-        return list(accumulate(done.seconds for done in each)), found
+        return list(accumulate(done.seconds for done in each)), answers
     if way == "padded":
         longest = max(map(len, prompts))
         prompts = [prompt + [3] * (longest - len(prompt)) for prompt in prompts]
     done = engine.finish(prompts, [1] * len(prompts))
-    return done.ttft_s, done
+    return done.ttft_s, done.answers
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,13 +71,13 @@ def main(argv: list[str] | None = None) -> int:
     limits = Limits(max(lengths) + 2, args.prompts)
     with engines(args.model or model_path(), ("relay",), limits) as started:
         for number in range(args.repeats + 1):  # the first one warms up
-            prompts, answers = prompts_of(args, number), {}
+            prompts = prompts_of(args, number)
+            answers: dict[str, list[Answer]] = {}
             for way in interleaved(list(WAYS), number):
                 with step(console, f"round {number}: {way}"):
-                    ttft_s, done = prefill(started["relay"], way, prompts)
-                answers[way] = done.answers
+                    ttft_s, answers[way] = prefill(started["relay"], way, prompts)
                 if number:
-                    seconds[way].append(done.prefill_seconds)
+                    seconds[way].append(max(ttft_s))
                     means[way].append(statistics.mean(ttft_s))
             apart = distance(answers["one by one"], answers["packed"])
             if not apart.agrees:

@@ -55,7 +55,7 @@ def _shown(url: str, engines: Engines) -> Group:
 
 
 def _table(url: str, engines: Engines) -> Table:
-    table = Table(title=url, box=box.SIMPLE, title_justify="left", padding=0, show_edge=False)
+    table = _titled(url)
     names = ("engine", "steps/s", "relayed", "groups", "requests", "tokens", "GB/s", "saved")
     for name in (*names, "planning", "fallbacks"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -80,8 +80,7 @@ def _table(url: str, engines: Engines) -> Table:
 
 def _groups(engine: str, groups: list[dict[str, int]]) -> Table:
     """Groups of the latest step, those inside of another below it."""
-    title = f"engine {engine}: groups of the latest step"
-    table = Table(title=title, box=box.SIMPLE, title_justify="left", padding=0, show_edge=False)
+    table = _titled(f"engine {engine}: groups of the latest step")
     for name, justify in (("level", "left"), ("requests", "right"), ("tokens", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     table.add_column("KV tokens not read", justify="right")
@@ -96,13 +95,16 @@ def _groups(engine: str, groups: list[dict[str, int]]) -> Table:
 
 def _hot(engine: str, prefixes: list[dict[str, float]]) -> Table:
     """Hot prefixes, the hottest first."""
-    title = f"engine {engine}: hottest prefixes"
-    table = Table(title=title, box=box.SIMPLE, title_justify="left", padding=0, show_edge=False)
+    table = _titled(f"engine {engine}: hottest prefixes")
     for name in ("requests of late", "tokens"):
         table.add_column(name, justify="right")
     for prefix in prefixes:
         table.add_row(f"{prefix['requests']:,.1f}", f"{prefix['tokens']:,.0f}")
     return table
+
+
+def _titled(title: str) -> Table:
+    return Table(title=title, box=box.SIMPLE, title_justify="left", padding=0, show_edge=False)
 
 
 def _number(value: float | None) -> str:
