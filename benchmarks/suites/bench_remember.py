@@ -55,10 +55,10 @@ def asked(prompt: list[int], number: int) -> list[int]:
 
 
 class Remembering:
-    """Requests to a server that remembers."""
+    """Requests to a server that remembers; ``start_s``: seconds until it was healthy."""
 
-    def __init__(self, server: Server) -> None:
-        self.server = server
+    def __init__(self, server: Server, start_s: float) -> None:
+        self.server, self.start_s = server, round(start_s, 2)
         self._client = httpx.Client(timeout=600)
 
     def first_token(self, prompt: list[int]) -> Row:
@@ -104,8 +104,9 @@ def remembering(
     flags += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     env = {"VLLM_CPU_KVCACHE_SPACE": "6", **HUGE_PAGES}
     log = folder / f"{name}.log"
+    begun = time.perf_counter()
     with serving(model_path(), flags, log, env=env, report=report) as server:
-        yield Remembering(server)
+        yield Remembering(server, time.perf_counter() - begun)
 
 
 def first_tokens(args: argparse.Namespace, folder: Path, report: Report) -> list[Row]:
@@ -116,8 +117,8 @@ def first_tokens(args: argparse.Namespace, folder: Path, report: Report) -> list
     rows: list[Row] = []
 
     def ask_all(server: Remembering, start: str, end: str) -> None:
-        of = {"what": "first token", "start": start, "end": end}
-        warm_up = server.first_token(asked([], 1))  # waits for the files
+        of = {"what": "first token", "start": start, "end": end, "start_s": server.start_s}
+        warm_up = server.first_token(asked([], 1))  # compares the weights
         rows.append({**of, "prompt": "none of them", "tokens": OWN, **warm_up})
         for number, prompt in enumerate(prompts):
             report(f"{start}, {end}: prompt {number + 1} of {len(prompts)}")

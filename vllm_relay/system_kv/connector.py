@@ -21,16 +21,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm_relay import compat, metrics
 from vllm_relay.system_kv.admission import REMEMBERED, open_admitted, read_settings
 from vllm_relay.system_kv.cache_groups import cache_groups, longest_blocks, only_group
-from vllm_relay.system_kv.file import SystemKVError
+from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
 from vllm_relay.system_kv.idle_connector import IdleConnector
 from vllm_relay.system_kv.messages import StepMetadata, WorkerMetadata
 from vllm_relay.system_kv.pinned_blocks import PinnedBlocks
 from vllm_relay.system_kv.pins import Pins, answer, is_save
-from vllm_relay.system_kv.placement import CacheGroup, place
+from vllm_relay.system_kv.placement import CacheGroup, Placement, place
 from vllm_relay.system_kv.remembering import Remembering
 from vllm_relay.system_kv.retention import Retention
 from vllm_relay.system_kv.saver import Saver
 from vllm_relay.system_kv.stats import HOT, SystemKVMetrics, SystemKVStats
+from vllm_relay.system_kv.warm_start import WarmStart, choose
 from vllm_relay.system_kv.writer import Writer
 
 
@@ -71,7 +72,13 @@ class SystemKVConnector(IdleConnector):
         groups = [memory[0]] if memory else []
         if settings.files or not (settings.learns or settings.pins):
             groups = cache_groups(kv_cache_config)
-        placed = place([file.manifest.token_ids for file in files], groups, salts)
+        prompts = [file.manifest.token_ids for file in files]
+        placed = place(prompts, groups, salts)
+        warm: list[tuple[SystemKVFile, Placement]] = []
+        if memory is not None:
+            room = int(settings.budget * (kv_cache_config.num_blocks - 1))
+            paths = extra[REMEMBERED]["warm"]
+            warm = choose(paths, prompts, salts, memory[0], room, speaks=scheduler)
         self._asked: int | None = None  # the last reset sent to the workers
         self._may_rewrite = False
         self._answer: WorkerMetadata | None = None
@@ -92,7 +99,8 @@ class SystemKVConnector(IdleConnector):
                     vllm_config,
                     block_size=memory[0].block_size,
                     most_saved=int(settings.remember_gib * 2**30 / (memory[1] * workers)),
-                    **extra[REMEMBERED],
+                    identity=extra[REMEMBERED]["identity"],
+                    warm=WarmStart(vllm_config, warm),
                 )
             self._by_hand: Pins | None = None
             if pinning is not None:
@@ -109,7 +117,7 @@ class SystemKVConnector(IdleConnector):
             ]
             compat.extend_engine()
         else:
-            self._writer = Writer(vllm_config, files, placed, groups)
+            self._writer = Writer(vllm_config, files, placed, groups, warm)
             if memory is not None:
                 identity = extra[REMEMBERED]["identity"]
                 self._saver = Saver(vllm_config, memory[0], self._writer, identity, settings)
@@ -128,7 +136,7 @@ class SystemKVConnector(IdleConnector):
             self._retention.attach(gpu_block_pool, most, self._block_sizes)
             if remembering is not None:
                 pins = by_hand.prefixes if by_hand else list
-                remembering.attach(gpu_block_pool, most, self._retention, pins)
+                remembering.attach(gpu_block_pool, self._retention, pins)
         for entry in self._pins.status():
             metrics.logger.info(
                 "relay: system KV %s (%s in metrics): %s of %s tokens pinned in %d blocks, from %s",
@@ -143,17 +151,24 @@ class SystemKVConnector(IdleConnector):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        if self._pins.wants_rewrite is None:
+        if self._wanted() is None:
             if self._remembering is None:
                 return 0, False
-            saves = self._by_hand is not None and is_save(request)
-            waits = self._remembering.saves if saves else self._remembering.waits
-            return (None if waits(request) else 0), False
+            if self._by_hand is not None and is_save(request):
+                return (None if self._remembering.saves(request) else 0), False
+            self._remembering.asks(request)
+            return 0, False
         # "Ask again", for the one step in which the workers compare their weights and, after a
         # reset, write. vLLM asks when it may schedule; a paused or sleeping engine may still be
         # getting new weights.
         self._may_rewrite = True
         return None, False
+
+    def _wanted(self) -> int | None:
+        """The number of the reset after which the workers must compare and write, or None."""
+        warm = self._remembering and self._remembering.warm
+        pending = warm and warm.pending and self._pins.released is None
+        return 0 if pending else self._pins.wants_rewrite
 
     @_or_given_up()
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -170,7 +185,7 @@ class SystemKVConnector(IdleConnector):
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         if self._retention is not None:
             self._retention.begin_step()
-        wanted = self._pins.wants_rewrite if self._may_rewrite else None
+        wanted = self._wanted() if self._may_rewrite else None
         self._may_rewrite = False
         metadata = StepMetadata()
         if self._remembering is not None:
@@ -188,6 +203,8 @@ class SystemKVConnector(IdleConnector):
             return
         if answer.reset is not None:
             self._pins.rewritten(answer.reset, answer.problem)
+            if self._remembering is not None:
+                self._remembering.written(answer.problem, answer.warm)
         if self._remembering is not None:
             for report in answer.reports:
                 self._remembering.reported(report)
@@ -223,7 +240,8 @@ class SystemKVConnector(IdleConnector):
             self._writer.forget()
         if connector_metadata.rewrite is not None:
             reset = connector_metadata.rewrite
-            self._answer = WorkerMetadata(reset, self._writer.rewrite(reset))
+            problem = self._writer.rewrite(reset)
+            self._answer = WorkerMetadata(reset, problem, warm=self._writer.warm_written)
         if self._saver is not None:
             self._saver.take(connector_metadata.orders)
 

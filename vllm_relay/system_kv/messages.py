@@ -20,15 +20,6 @@ class Save:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
-    """Write a file into these blocks, those past the first ``shared``."""
-
-    path: str
-    block_ids: tuple[int, ...]
-    shared: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Orders:
     """The scheduler's message of one step.
 
@@ -39,7 +30,6 @@ class Orders:
 
     key: str = field(default_factory=lambda: uuid4().hex)
     save: Save | None = None
-    load: Load | None = None
     drop: bool = False
     compare: bool = False
     at_once: bool = False
@@ -49,7 +39,7 @@ class Orders:
 class Report:
     """A worker's answer to the message ``key``: ``what`` is done, of a file, or the problem.
 
-    ``what``: "copied" (the blocks are needed no longer), "saved", "loaded" or "compared".
+    ``what``: "copied" (the blocks are needed no longer), "saved" or "compared".
     """
 
     key: str
@@ -63,7 +53,7 @@ class StepMetadata(KVConnectorMetadata):
     """Message from the scheduler to the workers.
 
     ``rewrite``: the reset after which to write the blocks again. ``released``: they are no longer
-    pinned. ``orders``: to save and load remembered prefixes.
+    pinned. ``orders``: to save hot prefixes.
     """
 
     rewrite: int | None = None
@@ -76,17 +66,20 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     """Message from the workers.
 
     ``reset``: the one after which the blocks are written again; ``problem``: why they may not be
-    used. ``reports``: of remembered prefixes.
+    used. ``reports``: of hot prefixes that are saved. ``warm``: (path, blocks) of the remembered
+    files that were written at start.
     """
 
     reset: int | None = None
     problem: str | None = None
     reports: list[Report] = field(default_factory=list)
+    warm: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMetadata":
         assert isinstance(other, WorkerMetadata) and other.reset == self.reset
         reports = self.reports + other.reports
-        return WorkerMetadata(self.reset, self.problem or other.problem, reports)
+        problem = self.problem or other.problem
+        return WorkerMetadata(self.reset, problem, reports, self.warm & other.warm)
 
 
 class Answers:

@@ -6,7 +6,7 @@ evicts them, and are given back as soon as a request may wait for blocks.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +35,7 @@ _FREE_SHARE = 1 / 16
 
 
 class Remembering:
-    """Saves and loads hot prefixes of one block pool with one KV cache group.
+    """Saves hot prefixes of one block pool with one KV cache group.
 
     ``off`` is the reason why it ended, or None; ``hottest`` the decayed count of requests and the
     tokens of the hottest prefixes, the hottest first, or None before the first round.
@@ -43,7 +43,7 @@ class Remembering:
     Args:
         block_size: tokens of a KV block. most_saved: blocks that may be in files.
         identity: the fields of the engine's `Identity`.
-        warm: paths of remembered files that fit the engine, the hottest first.
+        warm: what is loaded at start.
     """
 
     title, counted = "system_kv.remember", "remembering"
@@ -56,13 +56,13 @@ class Remembering:
         block_size: int,
         most_saved: int,
         identity: Mapping[str, Any],
-        warm: Sequence[str],
+        warm: WarmStart,
     ) -> None:
         self.off: str | None = None
         self.hottest: list[list[float]] | None = None
         self._block_size, self._identity = block_size, identity
         self._most_saved = min(most_saved, _MOST_BLOCKS)
-        self._warm, self._may_load = WarmStart(vllm_config, warm), False
+        self.warm = warm
         self._to_save: list[Prefix] = []
         self._saving: str | None = None
         self._held: list[Any] = []
@@ -81,7 +81,6 @@ class Remembering:
     def attach(
         self,
         pool: Any,
-        blocks: int,
         retention: Retention,
         pinned: Callable[[], list[Prefix]] = list,
     ) -> None:
@@ -89,26 +88,26 @@ class Remembering:
 
         Args:
             pool: vLLM's BlockPool.
-            blocks: that loaded prefixes may take.
             retention: attached to the pool; it counts.
             pinned: prefixes pinned by hand, which are saved before hot ones.
         """
         if pool.hash_block_size != self._block_size:
             raise SystemKVError(f"blocks of {self._block_size} tokens have several hashes")
         self._retention, self._pinned = retention, pinned
-        self._warm.attach(pool, blocks)
+        self.warm.attach(pool)
         self._known = KnownPrefixes(block_size=self._block_size, most=retention.most)
         self._pool = pool
 
     # Requests.
 
-    def waits(self, request: Any) -> bool:
-        """True if a request that vLLM would schedule waits for files; the next step loads one."""
-        if self.off is None and self._warm.pending:
-            self._may_load = True
-            return True
+    def asks(self, request: Any) -> None:
+        """Note a request that vLLM would schedule: it may wait for blocks."""
         self._waiting.add(request.request_id)
-        return False
+
+    @or_off
+    def written(self, problem: str | None, files: frozenset[tuple[str, tuple[int, ...]]]) -> None:
+        """Take the workers' answer to the first request, see `WarmStart.written`."""
+        self.warm.written(problem, files)
 
     def saves(self, request: Any) -> bool:
         """True while a request waits for a round that begins after it came."""
@@ -171,9 +170,7 @@ class Remembering:
         )
         if self._held and (starved or scarce):
             self.give_back()
-        save = load = None
-        if self._may_load:
-            load, self._may_load = self._warm.order(), False
+        save = None
         if time.monotonic() >= self._next_round and not self._busy:
             self._begin_round()
         if self._saving and not self._held and time.monotonic() > self._since + _WRITE_SECONDS:
@@ -183,8 +180,8 @@ class Remembering:
         compare = self._compare and self._saving is None and bool(self._to_save)
         if self._to_save and not (self._saving or self._compare or scarce):
             save = self._save()
-        if save or load or compare or self._at_once:
-            orders = Orders(save=save, load=load, compare=compare, at_once=self._at_once)
+        if save or compare or self._at_once:
+            orders = Orders(save=save, compare=compare, at_once=self._at_once)
             if save or compare:
                 self._saving, self._since = orders.key, time.monotonic()
             give(orders)
@@ -193,13 +190,9 @@ class Remembering:
     def reported(self, report: Report) -> None:
         """Take a worker's answer."""
         # One to an order that was given up says nothing of the next.
-        if report.what != "loaded" and report.key != self._saving:
+        if report.key != self._saving or not self._answers.complete(report):
             return
-        if not self._answers.complete(report):
-            return
-        if report.what == "loaded":
-            self._warm.loaded(report)
-        elif report.what == "compared":
+        if report.what == "compared":
             self._saving = None
             self._compare = False
             if report.problem is not None:
@@ -232,7 +225,7 @@ class Remembering:
     def _let_go(self) -> None:
         """Hold no block, and load nothing any more."""
         self.give_back("the prefix cache was reset")
-        self._warm.give_up()
+        self.warm.give_up()
 
     def before_reset(self) -> None:
         """Hold no block while vLLM resets its prefix cache; other weights may follow."""

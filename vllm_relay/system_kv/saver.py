@@ -1,14 +1,16 @@
-"""The worker's side of ``remember``: KV blocks into files, and files into KV blocks.
+"""The worker's side of ``remember``: KV blocks become files.
 
 A few blocks are copied before each forward pass, for a share of the time that steps take; a thread
 of the lowest priority writes the file.
 """
 
+import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -25,7 +27,7 @@ from vllm_relay.system_kv.identity import engine_settings
 from vllm_relay.system_kv.manifest import Layer, Manifest, tensor_names
 from vllm_relay.system_kv.messages import Orders, Report, Save
 from vllm_relay.system_kv.parts import LayerKV, hand_over, join, take_over
-from vllm_relay.system_kv.placement import CacheGroup, Placement
+from vllm_relay.system_kv.placement import CacheGroup
 from vllm_relay.system_kv.remembered_files import make_room, mark
 from vllm_relay.system_kv.scratch import scratch_folder
 from vllm_relay.system_kv.writer import Writer
@@ -42,12 +44,13 @@ _PATIENCE = 0.1
 class _Job:
     """One `Save` under way.
 
-    ``known``: whether the prefix has a file. ``done``: copies of single blocks, layer by layer.
+    ``room``: tensors to copy into, or None if the prefix has a file. ``done``: copies of single
+    blocks, layer by layer.
     """
 
     key: str
     order: Save
-    known: Future[bool]
+    room: Future[dict[str, torch.Tensor] | None]
     given_up: Event = field(default_factory=Event)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     done: int = 0
@@ -55,7 +58,7 @@ class _Job:
 
 
 class Saver:
-    """Saves and loads prefixes of one worker, with the layers of ``group``.
+    """Saves prefixes of one worker, with the layers of ``group``.
 
     The first worker of an engine writes the files; the others hand their parts over to it.
     ``identity``: the fields of the engine's `Identity`.
@@ -92,20 +95,19 @@ class Saver:
         if orders is None:
             return
         if orders.compare:
-            self._try(orders.key, "compared", "", self._writer.compare)
-        if (load := orders.load) is not None:
-            placement = Placement(load.block_ids, load.shared)
-            self._try(
-                orders.key, "loaded", load.path, lambda: self._writer.load(load.path, placement)
-            )
+            try:
+                self._writer.compare()
+            except Exception as error:  # the engine goes on
+                self._report(orders.key, "compared", "", error)
+            else:
+                self._report(orders.key, "compared", "")
         if orders.save is not None:
-            path = self._folder / orders.save.name
-            known = self._thread.submit(self._is_known, path, orders.save.hot_at)
-            self._job = _Job(orders.key, orders.save, known)
+            room = self._thread.submit(self._make_room, orders.save)
+            self._job = _Job(orders.key, orders.save, room)
         if orders.at_once and (job := self._job) is not None:
             self._go_on(float("inf"))
             # Not for long: another worker may be waited for, which this step waits for.
-            pending: Future[Any] = job.written or job.known
+            pending: Future[Any] = job.written or job.room
             wait([pending], _PATIENCE)
 
     def give_up(self) -> None:
@@ -119,22 +121,25 @@ class Saver:
         reports, self._reports = self._reports, []
         return reports
 
-    def _try(self, key: str, what: str, name: str, act: Callable[[], Any]) -> None:
-        """Report that ``act`` is done, or the problem: the engine goes on."""
-        try:
-            act()
-        except Exception as error:
-            self._report(key, what, name, error)
-        else:
-            self._report(key, what, name)
-
     def _report(self, key: str, what: str, name: str, error: Exception | None = None) -> None:
         problem = None if error is None else _one_line(error)
         self._reports.append(Report(key=key, what=what, name=name, problem=problem))
 
-    def _is_known(self, path: Path, hot_at: float) -> bool:
-        """True if there is a file; the first worker marks it as hot."""
-        return mark(path, hot_at) if self._rank == 0 else path.exists()
+    def _make_room(self, order: Save) -> dict[str, torch.Tensor] | None:
+        """Tensors for a prefix, or None if it has a file; the first worker marks it as hot.
+
+        Raises SystemKVError if it does not fit into the folder.
+        """
+        path = self._folder / order.name
+        if mark(path, order.hot_at) if self._rank == 0 else path.exists():
+            return None
+        dtype = self._vllm_config.model_config.dtype
+        shapes = self._manifest(order).shapes()
+        tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+        self._check_size(tensors)
+        for tensor in tensors.values():
+            tensor.view(torch.uint8).numpy().fill(0)  # no page is missing when a step copies
+        return tensors
 
     def _go_on(self, deadline: float) -> None:
         """Copy until the deadline, at least one block of a layer, and have the file written."""
@@ -149,9 +154,10 @@ class Saver:
                         _log(job, size)
                     if self._rank == 0:
                         self._report(job.key, "saved", name)
-            elif job.known.done() and not job.known.result():
+            elif job.room.done() and (tensors := job.room.result()) is not None:
+                job.tensors = tensors
                 self._copy(job, deadline)
-            elif job.known.done():
+            elif job.room.done():
                 self._job = None
                 if self._rank == 0:
                     self._report(job.key, "saved", name)
@@ -161,8 +167,6 @@ class Saver:
 
     def _copy(self, job: _Job, deadline: float) -> None:
         blocks = job.order.block_ids
-        if not job.tensors:
-            self._begin(job)
         while job.done < len(blocks) * len(self._group.layers):
             number, column = divmod(job.done, len(blocks))
             name = self._group.layers[number]
@@ -176,14 +180,6 @@ class Saver:
                 return
         self._report(job.key, "copied", job.order.name)
         job.written = self._thread.submit(self._write, job)
-
-    def _begin(self, job: _Job) -> None:
-        """Allocate the tensors of a prefix that fits into the folder."""
-        dtype = self._vllm_config.model_config.dtype
-        shapes = self._manifest(job.order).shapes()
-        tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
-        self._check_size(tensors)
-        job.tensors = tensors
 
     def _check_size(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """The bytes of a file. Raises SystemKVError if it does not fit into the folder."""
@@ -293,3 +289,7 @@ def _log(job: _Job, size: int) -> None:
 def _yield_to_others() -> None:
     """Let this thread run when no thread of the engine wants its core (Linux)."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    # A worker's main thread, and what it starts, is bound to one of the cores that compute.
+    if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
+        with suppress(OSError):
+            os.sched_setaffinity(0, os.sched_getaffinity(parent.pid))

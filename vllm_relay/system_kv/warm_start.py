@@ -1,27 +1,18 @@
-"""Loading of remembered files: blocks are written, given their hashes and freed.
+"""Loading of remembered files at start: blocks are written, given their hashes and freed.
 
-They are cached then like those of any request: nothing waits for them, and cold traffic evicts
-them. The first request waits while the files that fit are loaded, one per engine step.
+The scheduler and the workers choose the files and their blocks by themselves, from the same folder.
+The workers write the blocks before the engine is ready. With the first request they compare their
+weights and say what they have written; the blocks then get their hashes and are freed. They are
+cached like those of any request: nothing waits for them, and cold traffic evicts them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from vllm_relay import metrics
 from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
-from vllm_relay.system_kv.messages import Load, Report
 from vllm_relay.system_kv.pinned_blocks import as_request
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Loading:
-    """A file being loaded: a request that stands for it, its blocks, how many were cached."""
-
-    path: str
-    request: Any
-    blocks: list[Any]
-    shared: int
+from vllm_relay.system_kv.placement import CacheGroup, Placement, pinned_ids, place
 
 
 def cached_blocks(pool: Any, hashes: Sequence[bytes]) -> list[Any]:
@@ -34,100 +25,93 @@ def cached_blocks(pool: Any, hashes: Sequence[bytes]) -> list[Any]:
     return blocks
 
 
-class WarmStart:
-    """The files that are loaded into one block pool.
+def choose(
+    paths: Sequence[str],
+    pinned: Sequence[Sequence[int]],
+    salts: Sequence[str | None],
+    group: CacheGroup,
+    room: int,
+    *,
+    speaks: bool,
+) -> list[tuple[SystemKVFile, Placement]]:
+    """The files that fit, with pinned prompts, into ``room`` blocks; and their blocks.
 
     Args:
-        paths: of files that fit the engine, the hottest first.
+        paths: of remembered files, the hottest first.
+        pinned: token ids of the prompts that are placed before them. salts: of each.
+        speaks: say in the log what cannot be read.
     """
+    prompts, of = [list(tokens) for tokens in pinned], list(salts)
+    found = []
+    for path in paths:
+        try:
+            file = SystemKVFile(path)
+        except SystemKVError as error:  # another server removed it
+            if speaks:
+                metrics.say_once(f"remembered prefix not loaded: {error}")
+            continue
+        prompt = list(file.manifest.token_ids)
+        placed = place([*prompts, prompt], [group], [*of, None])
+        (placement,) = placed[-1]
+        if len(placement.block_ids) > placement.shared and len(pinned_ids(placed)) <= room:
+            found.append((file, placement))
+            prompts.append(prompt)
+            of.append(None)
+    return found
 
-    def __init__(self, vllm_config: Any, paths: Sequence[str]) -> None:
-        self._vllm_config, self._paths = vllm_config, list(paths)
-        self._chosen: list[tuple[str, Any]] = []
-        self._loading: _Loading | None = None
-        self._files = self._tokens = 0
 
-    def attach(self, pool: Any, blocks: int) -> None:
-        """Load into a pool; ``blocks``: that the files may take."""
-        self._pool, self._most = pool, blocks
+class WarmStart:
+    """The chosen files of one block pool, until the first request."""
+
+    def __init__(self, vllm_config: Any, chosen: Sequence[tuple[SystemKVFile, Placement]]) -> None:
+        self._vllm_config, self._chosen = vllm_config, list(chosen)
+
+    def attach(self, pool: Any) -> None:
+        """Take the blocks. Raises SystemKVError if somebody has taken them before."""
+        self._pool = pool
+        wanted = [i for _, placed in self._chosen for i in placed.block_ids[placed.shared :]]
+        blocks = pool.get_new_blocks(len(wanted))
+        if [block.block_id for block in blocks] != wanted:
+            pool.free_blocks(blocks)
+            self._chosen = []
+            raise SystemKVError("remembered prefixes need the first blocks; they are taken")
 
     @property
     def pending(self) -> bool:
-        """True while there are files to load."""
-        return bool(self._paths or self._chosen or self._loading)
+        """True while blocks are taken: their weights are still to be compared."""
+        return bool(self._chosen)
 
-    def order(self) -> Load | None:
-        """The order to load the next file, the hottest last: it is evicted last."""
-        if self._loading is not None:
-            return None
-        if self._paths:
-            self._chosen, self._paths = self._that_fit(), []
-        while self._chosen:
-            path, request = self._chosen.pop()
-            cached = cached_blocks(self._pool, request.block_hashes)
-            count = len(request.block_hashes) - len(cached)
-            self._pool.touch(cached)
-            if not 0 < count <= self._pool.get_num_free_blocks():
-                self._pool.free_blocks(reversed(cached))
-                continue
-            blocks = [*cached, *self._pool.get_new_blocks(count)]
-            self._loading = _Loading(path=path, request=request, blocks=blocks, shared=len(cached))
-            ids = tuple(block.block_id for block in blocks)
-            return Load(path=path, block_ids=ids, shared=len(cached))
-        self._log()
-        return None
-
-    def loaded(self, report: Report) -> None:
-        """Take the worker's answer to an order."""
-        loading = self._loading
-        if loading is None or loading.path != report.name:
-            return  # given up meanwhile
-        self._loading = None
-        if report.problem is None:
-            self._pool.cache_full_blocks(
-                request=loading.request,
-                blocks=loading.blocks,
-                num_cached_blocks=loading.shared,
-                num_full_blocks=len(loading.blocks),
-                block_size=self._pool.hash_block_size,
-                kv_cache_group_id=0,
-            )
-            self._files += 1
-            self._tokens += (len(loading.blocks) - loading.shared) * self._pool.hash_block_size
-        else:
-            metrics.say_once(f"remembered prefix not loaded: {report.problem}")
-        self._pool.free_blocks(reversed(loading.blocks))
-        if not self._chosen:
-            self._log()
+    def written(self, problem: str | None, files: frozenset[tuple[str, tuple[int, ...]]]) -> None:
+        """Take the workers' answer: why nothing may be used, or (path, blocks) that they wrote."""
+        if problem is not None and self._chosen:
+            metrics.say_once(f"remembered prefixes not loaded: {problem}")
+        try:
+            for file, placement in self._chosen if problem is None else ():
+                if (str(file.path), placement.block_ids) in files:
+                    self._register(file, placement)
+        finally:  # requests wait while blocks are taken
+            self.give_up()
 
     def give_up(self) -> None:
-        """Load nothing any more."""
-        self._paths, self._chosen = [], []
-        loading, self._loading = self._loading, None
-        if loading is not None:
-            self._pool.free_blocks(reversed(loading.blocks))
+        """Free the blocks, the hottest last: they are evicted last."""
+        chosen, self._chosen = self._chosen, []
+        for _, placement in reversed(chosen):
+            ids = placement.block_ids[placement.shared :]
+            self._pool.free_blocks(self._pool.blocks[i] for i in reversed(ids))
 
-    def _that_fit(self) -> list[tuple[str, Any]]:
-        """The files that fit together, the hottest first, and a request that stands for each."""
-        found, room = [], self._most
-        for path in self._paths:
-            try:
-                token_ids = SystemKVFile(path).manifest.token_ids
-            except SystemKVError as error:  # another server removed it
-                metrics.say_once(f"remembered prefix not loaded: {error}")
-                continue
-            request = as_request(self._vllm_config, self._pool, path, token_ids, None)
-            if (count := len(request.block_hashes)) <= room:
-                found.append((path, request))
-                room -= count
-        return found
-
-    def _log(self) -> None:
-        files, self._files = self._files, 0
-        if files:
-            metrics.logger.info(
-                "relay: loaded %d remembered prefix%s: %s tokens",
-                files,
-                "" if files == 1 else "es",
-                f"{self._tokens:,}",
-            )
+    def _register(self, file: SystemKVFile, placement: Placement) -> None:
+        """Put the blocks' hashes into the pool's prefix cache."""
+        request = as_request(
+            self._vllm_config, self._pool, str(file.path), file.manifest.token_ids, None
+        )
+        before = request.block_hashes[: placement.shared]
+        if len(cached_blocks(self._pool, before)) < placement.shared:
+            return  # the file that they are of was not written
+        self._pool.cache_full_blocks(
+            request=request,
+            blocks=[self._pool.blocks[i] for i in placement.block_ids],
+            num_cached_blocks=placement.shared,
+            num_full_blocks=len(placement.block_ids),
+            block_size=self._pool.hash_block_size,
+            kv_cache_group_id=0,
+        )

@@ -29,7 +29,8 @@ _CHANGED = "the model's weights were changed"
 class Writer:
     """Writes system KVs into the KV cache of one worker; ``groups``: its layers.
 
-    ``placements``: each file's blocks, by group.
+    ``placements``: each file's blocks, by group. ``warm``: remembered files, and their blocks in
+    the only group. ``warm_written``: (path, blocks) of those that were written.
     """
 
     def __init__(
@@ -38,9 +39,11 @@ class Writer:
         files: Sequence[SystemKVFile],
         placements: Sequence[tuple[Placement, ...]],
         groups: Sequence[CacheGroup],
+        warm: Sequence[tuple[SystemKVFile, Placement]] = (),
     ) -> None:
         self._vllm_config = vllm_config
-        self._files = files
+        self._files, self._warm = files, warm
+        self.warm_written: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
         self._placements = placements
         self._groups = groups
         self._layers = [name for group in groups for name in group.layers]
@@ -53,6 +56,7 @@ class Writer:
         """
         if (self._files or remember) and self._weights is None:
             self.write()
+            self.write_warm()
             try:
                 self._weights = _fingerprint()
             except Exception as error:  # only resets need it, which then release the blocks
@@ -137,10 +141,25 @@ class Writer:
             written += keys.nbytes + values.nbytes
         return written
 
-    def load(self, path: str, placement: Placement) -> None:
-        """Write one more file into blocks of the only group. Raises SystemKVError."""
-        file = SystemKVFile(path)
-        self._write_group(file, self._described(file), self._groups[0], placement)
+    def write_warm(self) -> None:
+        """Write the remembered files; one that cannot be is left out, with one line."""
+        written = []
+        for file, placement in self._warm:
+            try:
+                self._write_group(file, self._described(file), self._groups[0], placement)
+            except Exception as error:  # the start goes on
+                metrics.say_once(f"remembered prefix not loaded: {error}")
+            else:
+                written.append((file, placement))
+        self.warm_written = frozenset((str(file.path), x.block_ids) for file, x in written)
+        if written and self._vllm_config.parallel_config.rank == 0:
+            blocks = sum(len(x.block_ids) - x.shared for _, x in written)
+            metrics.logger.info(
+                "relay: loaded %d remembered prefix%s: %s tokens",
+                len(written),
+                "" if len(written) == 1 else "es",
+                f"{blocks * self._groups[0].block_size:,}",
+            )
 
     def compare(self) -> None:
         """Raise SystemKVError if the weights are not those at load, or cannot be compared."""

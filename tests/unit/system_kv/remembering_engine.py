@@ -23,7 +23,7 @@ from vllm_relay.system_kv.remembered_files import hottest_first
 from vllm_relay.system_kv.remembering import Remembering
 from vllm_relay.system_kv.retention import Retention
 from vllm_relay.system_kv.saver import Saver
-from vllm_relay.system_kv.warm_start import cached_blocks
+from vllm_relay.system_kv.warm_start import WarmStart, cached_blocks, choose
 from vllm_relay.system_kv.writer import Writer
 
 BLOCK, HEADS, WIDTH = 4, 2, 8
@@ -94,12 +94,17 @@ class Engine:
         self.pool = BlockPool(blocks + 1, True, hash_block_size=BLOCK)
         self.retention = Retention()
         self.retention.attach(self.pool, blocks // 2, [BLOCK])
+        group = CacheGroup(block_size=BLOCK, window=None, layers=NAMES)
+        prompts = [pinned] if pinned else []
+        salts = [None] * len(prompts)
+        paths = [str(path) for path in hottest_first(folder)]
+        warm = choose(paths, prompts, salts, group, blocks // 2, speaks=True)
         self.remembering = Remembering(
             self.config,
             block_size=BLOCK,
             most_saved=most_saved,
             identity=IDENTITY,
-            warm=[str(path) for path in hottest_first(folder)],
+            warm=WarmStart(self.config, warm),
         )
         self.pins = Pins(
             block_size=BLOCK,
@@ -108,15 +113,12 @@ class Engine:
             longest=blocks // 4,
             saved=self.remembering.saved,
         )
-        group = CacheGroup(block_size=BLOCK, window=None, layers=NAMES)
-        prompts = [pinned] if pinned else []
         loaded: Any = [
             SimpleNamespace(
                 path="x", seal="x", manifest=SimpleNamespace(name="x", token_ids=x, tokens=len(x))
             )
             for x in prompts
         ]
-        salts = [None] * len(prompts)
         placed = place(prompts, [group], salts)
         self.files = PinnedBlocks(
             self.config, loaded, salts, placed, [group], blocks // 4, settings
@@ -124,9 +126,14 @@ class Engine:
         self.files.take(self.pool, self.remembering.before_reset, self.pins)
         self.files.rewritten(0, None)
         self.pins.attach(self.pool, self.files.block_ids)
-        self.remembering.attach(self.pool, blocks // 2, self.retention, self.pins.prefixes)
-        self.writer = Writer(self.config, [], [], [group])
-        self.savers = [Saver(x, group, self.writer, IDENTITY, settings) for x in configs]
+        self.remembering.attach(self.pool, self.retention, self.pins.prefixes)
+        self.writers = [Writer(config, [], [], [group], warm) for config in configs]
+        for writer in self.writers:
+            writer.write_warm()
+        self.savers = [
+            Saver(config, group, writer, IDENTITY, settings)
+            for config, writer in zip(configs, self.writers, strict=True)
+        ]
         self._at_once = ThreadPoolExecutor(workers)
 
     def request(self, token_ids: list[int], salt: str | None = None, command: Any = None) -> int:
@@ -137,9 +144,12 @@ class Engine:
         name = f"{len(token_ids)} {salt}"
         request = as_request(self.config, self.pool, name, token_ids, salt)
         request.kv_transfer_params = {"relay": command} if command is not None else None
-        waits = self.remembering.saves if is_save(request) else self.remembering.waits
-        while waits(request):
+        if self.remembering.warm.pending:
+            written = [writer.warm_written for writer in self.writers]
+            self.remembering.written(None, frozenset.intersection(*written))
+        while is_save(request) and self.remembering.saves(request):
             self.step()
+        self.remembering.asks(request)
         found = cached_blocks(self.pool, request.block_hashes)
         self.pool.touch(found)
         count = len(request.block_hashes)

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.system_kv import remembering_engine
 from tests.unit.system_kv.remembering_engine import BLOCK, NAMES, Engine, kv_of
 from vllm_relay.system_kv import remembering as module
 from vllm_relay.system_kv import saver, writer
 from vllm_relay.system_kv.file import SystemKVFile
-from vllm_relay.system_kv.messages import Report
+from vllm_relay.system_kv.messages import Report, WorkerMetadata
 from vllm_relay.system_kv.remembered_files import hottest_first
 
 HOT = list(range(100, 100 + 6 * BLOCK))
@@ -101,7 +102,7 @@ def test_held_blocks_are_given_back_when_they_are_wanted(
         engine.step()
     assert engine.pool.get_num_free_blocks() == 64 - 6
     if how == "waiting":
-        engine.remembering.waits(type("Request", (), {"request_id": "w"}))
+        engine.remembering.asks(type("Request", (), {"request_id": "w"}))
     elif how == "scarce":
         engine.pool.get_new_blocks(64 - 6 - 3)
     elif how == "reset":
@@ -203,7 +204,7 @@ def _serve_after_a_reset(folder: Path, weights: bytes, patch: pytest.MonkeyPatch
     """Serve and stop an engine that was loaded with b"old" weights and has these since a reset."""
     patch.setattr(writer, "_fingerprint", lambda: (weights, []))
     engine = Engine(folder)
-    engine.writer._weights = b"old", []
+    engine.writers[0]._weights = b"old", []
     engine.remembering.before_reset()
     _ask(engine, HOT)
     engine.stop()
@@ -260,25 +261,75 @@ def test_a_failure_to_write_is_one_line_and_leaves_nothing(
 
 @pytest.mark.parametrize("damage", ["removed", "cut", "flipped"])
 def test_a_file_that_cannot_be_loaded_is_one_line_and_the_request_runs(
-    damage: str, tmp_path: Path, lines: list[str]
+    damage: str, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(tmp_path)
     _ask(engine, HOT)
     engine.stop()
-    second = Engine(tmp_path)
     (path,) = hottest_first(tmp_path)
     content = bytearray(path.read_bytes())
-    if damage == "removed":
+    if damage == "removed":  # by another server, since they were listed
         path.unlink()
+        monkeypatch.setattr(remembering_engine, "hottest_first", lambda folder: [path])
     elif damage == "cut":
         path.write_bytes(content[: len(content) // 2])
     else:
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
+    second = Engine(tmp_path)
     assert second.request([*HOT, 1, 2, 3, 4]) == 0
     assert second.request([*HOT, 1, 2, 3, 4]) == 7
     assert len(lines) == 1 and lines[0].startswith(f"remembered prefix not loaded: {path}: ")
     assert second.pool.get_num_free_blocks() == 64
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_what_follows_a_prefix_that_was_not_loaded_is_not_found(
+    lost: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+) -> None:
+    first = Engine(tmp_path)
+    longer = [*HOT, *range(900, 900 + 4 * BLOCK)]
+    _ask(first, HOT)
+    _round(first)
+    (hottest,) = hottest_first(tmp_path)
+    _ask(first, longer)
+    first.stop()
+    os.utime(hottest, (2**31, 2**31))
+    assert _saved(tmp_path) == [HOT, longer]
+    write, numbers = writer.Writer._write_group, iter(range(2))
+
+    def fails(self: Any, *args: Any) -> int:
+        return _broken() if next(numbers) == lost else write(self, *args)
+
+    monkeypatch.setattr(writer.Writer, "_write_group", fails)
+    second = Engine(tmp_path)
+    assert second.pool.get_num_free_blocks() == 64 - 10
+    assert second.request([*longer, 1, 2, 3, 4]) == (0, 6)[lost]
+    assert second.pool.get_num_free_blocks() == 64 and len(lines) == 1
+
+
+def test_only_what_all_workers_wrote_counts() -> None:
+    both, one = ("/a", (1, 2)), ("/b", (3,))
+    answers = [WorkerMetadata(0, warm=frozenset(x)) for x in ({both, one}, {both})]
+    assert answers[0].aggregate(answers[1]).warm == {both}
+
+
+@pytest.mark.parametrize("how", ["reset", "changed"])
+def test_blocks_are_free_if_the_weights_may_be_others(
+    how: str, tmp_path: Path, lines: list[str]
+) -> None:
+    first = Engine(tmp_path)
+    _ask(first, HOT)
+    first.stop()
+    second = Engine(tmp_path)
+    assert second.pool.get_num_free_blocks() == 64 - 6
+    if how == "reset":
+        assert second.pool.reset_prefix_cache()
+    else:
+        second.remembering.written("the model's weights were changed", frozenset())
+        assert lines == ["remembered prefixes not loaded: the model's weights were changed"]
+    assert second.pool.get_num_free_blocks() == 64
+    assert second.request([*HOT, 1, 2, 3, 4]) == 0
 
 
 def test_what_fits_is_loaded_and_the_hottest_is_evicted_last(tmp_path: Path) -> None:
