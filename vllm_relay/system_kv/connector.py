@@ -5,7 +5,8 @@ when it is bound to the block pool. The workers write them when they are asked f
 metadata, the last call before the engine is ready. From then on requests find the blocks by vLLM's
 ordinary prefix caching, and this connector only counts hits and rewrites after a cache reset.
 With ``learn`` it also counts what requests ask for, and `Retention` orders what vLLM evicts. With
-``remember``, `Remembering` in the scheduler and `Saver` in the worker save and load hot prefixes.
+``remember``, `Remembering` in the scheduler and `Saver` in the worker save hot prefixes, and
+`WarmStart` and `Writer` load them at the next start.
 With ``pins``, `Pins` in the scheduler answers commands that requests bring.
 """
 
@@ -45,6 +46,8 @@ def _or_given_up(answer: Any = None) -> Callable[[Callable[..., Any]], Callable[
                 return method(self, *args)
             except Exception as error:
                 self._pins.failed(error)
+                if self._remembering is not None:
+                    self._remembering.warm.give_up()
                 return answer
 
         return guarded
@@ -167,8 +170,7 @@ class SystemKVConnector(IdleConnector):
     def _wanted(self) -> int | None:
         """The number of the reset after which the workers must compare and write, or None."""
         warm = self._remembering and self._remembering.warm
-        pending = warm and warm.pending and self._pins.released is None
-        return 0 if pending else self._pins.wants_rewrite
+        return 0 if warm and warm.pending else self._pins.wants_rewrite
 
     @_or_given_up()
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

@@ -8,6 +8,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from vllm_relay.system_kv.placement import Placement
+
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
@@ -66,14 +68,14 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     """Message from the workers.
 
     ``reset``: the one after which the blocks are written again; ``problem``: why they may not be
-    used. ``reports``: of hot prefixes that are saved. ``warm``: (path, blocks) of the remembered
+    used. ``reports``: of hot prefixes that are saved. ``warm``: seal and blocks of the remembered
     files that were written at start.
     """
 
     reset: int | None = None
     problem: str | None = None
     reports: list[Report] = field(default_factory=list)
-    warm: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
+    warm: frozenset[tuple[str, Placement]] = frozenset()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMetadata":
         assert isinstance(other, WorkerMetadata) and other.reset == self.reset

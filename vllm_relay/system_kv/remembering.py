@@ -14,6 +14,7 @@ from vllm_relay import metrics
 from vllm_relay.system_kv.file import SystemKVError
 from vllm_relay.system_kv.known_prefixes import KnownPrefixes, Prefix, is_plain
 from vllm_relay.system_kv.messages import Answers, Orders, Report, Save
+from vllm_relay.system_kv.placement import Placement
 from vllm_relay.system_kv.remembered_files import Round, file_name
 from vllm_relay.system_kv.retention import Retention
 from vllm_relay.system_kv.stats import PLACES
@@ -94,8 +95,8 @@ class Remembering:
         if pool.hash_block_size != self._block_size:
             raise SystemKVError(f"blocks of {self._block_size} tokens have several hashes")
         self._retention, self._pinned = retention, pinned
-        self.warm.attach(pool)
         self._known = KnownPrefixes(block_size=self._block_size, most=retention.most)
+        self.warm.attach(pool)
         self._pool = pool
 
     # Requests.
@@ -105,8 +106,10 @@ class Remembering:
         self._waiting.add(request.request_id)
 
     @or_off
-    def written(self, problem: str | None, files: frozenset[tuple[str, tuple[int, ...]]]) -> None:
+    def written(self, problem: str | None, files: frozenset[tuple[str, Placement]]) -> None:
         """Take the workers' answer to the first request, see `WarmStart.written`."""
+        if problem is not None:
+            self._compare = True
         self.warm.written(problem, files)
 
     def saves(self, request: Any) -> bool:

@@ -287,7 +287,7 @@ def _log(job: _Job, size: int) -> None:
 
 
 def _yield_to_others() -> None:
-    """Let this thread run when no thread of the engine wants its core (Linux)."""
+    """Let this thread run on any core of the server that no thread of the engine wants (Linux)."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
     # A worker's main thread, and what it starts, is bound to one of the cores that compute.
     if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:

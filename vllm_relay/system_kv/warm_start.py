@@ -46,7 +46,7 @@ def choose(
     for path in paths:
         try:
             file = SystemKVFile(path)
-        except SystemKVError as error:  # another server removed it
+        except (SystemKVError, MemoryError, RuntimeError) as error:  # another server removed it
             if speaks:
                 metrics.say_once(f"remembered prefix not loaded: {error}")
             continue
@@ -64,37 +64,38 @@ class WarmStart:
     """The chosen files of one block pool, until the first request."""
 
     def __init__(self, vllm_config: Any, chosen: Sequence[tuple[SystemKVFile, Placement]]) -> None:
-        self._vllm_config, self._chosen = vllm_config, list(chosen)
+        self._vllm_config, self._files = vllm_config, list(chosen)
+        self._chosen: list[tuple[SystemKVFile, Placement]] = []  # whose blocks are taken
 
     def attach(self, pool: Any) -> None:
         """Take the blocks. Raises SystemKVError if somebody has taken them before."""
         self._pool = pool
-        wanted = [i for _, placed in self._chosen for i in placed.block_ids[placed.shared :]]
+        wanted = [i for _, placed in self._files for i in placed.block_ids[placed.shared :]]
         blocks = pool.get_new_blocks(len(wanted))
         if [block.block_id for block in blocks] != wanted:
             pool.free_blocks(blocks)
-            self._chosen = []
             raise SystemKVError("remembered prefixes need the first blocks; they are taken")
+        self._chosen = self._files
 
     @property
     def pending(self) -> bool:
         """True while blocks are taken: their weights are still to be compared."""
         return bool(self._chosen)
 
-    def written(self, problem: str | None, files: frozenset[tuple[str, tuple[int, ...]]]) -> None:
-        """Take the workers' answer: why nothing may be used, or (path, blocks) that they wrote."""
+    def written(self, problem: str | None, files: frozenset[tuple[str, Placement]]) -> None:
+        """Take the workers' answer: why nothing may be used, or seal and blocks of each written."""
         if problem is not None and self._chosen:
             metrics.say_once(f"remembered prefixes not loaded: {problem}")
         try:
             for file, placement in self._chosen if problem is None else ():
-                if (str(file.path), placement.block_ids) in files:
+                if (file.seal, placement) in files:
                     self._register(file, placement)
         finally:  # requests wait while blocks are taken
             self.give_up()
 
     def give_up(self) -> None:
         """Free the blocks, the hottest last: they are evicted last."""
-        chosen, self._chosen = self._chosen, []
+        chosen, self._chosen, self._files = self._chosen, [], []
         for _, placement in reversed(chosen):
             ids = placement.block_ids[placement.shared :]
             self._pool.free_blocks(self._pool.blocks[i] for i in reversed(ids))

@@ -30,7 +30,7 @@ class Writer:
     """Writes system KVs into the KV cache of one worker; ``groups``: its layers.
 
     ``placements``: each file's blocks, by group. ``warm``: remembered files, and their blocks in
-    the only group. ``warm_written``: (path, blocks) of those that were written.
+    the only group. ``warm_written``: seal and blocks of those that were written.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Writer:
     ) -> None:
         self._vllm_config = vllm_config
         self._files, self._warm = files, warm
-        self.warm_written: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
+        self.warm_written: frozenset[tuple[str, Placement]] = frozenset()
         self._placements = placements
         self._groups = groups
         self._layers = [name for group in groups for name in group.layers]
@@ -143,15 +143,16 @@ class Writer:
 
     def write_warm(self) -> None:
         """Write the remembered files; one that cannot be is left out, with one line."""
+        warm, self._warm = self._warm, ()
         written = []
-        for file, placement in self._warm:
+        for file, placement in warm:
             try:
                 self._write_group(file, self._described(file), self._groups[0], placement)
             except Exception as error:  # the start goes on
                 metrics.say_once(f"remembered prefix not loaded: {error}")
             else:
                 written.append((file, placement))
-        self.warm_written = frozenset((str(file.path), x.block_ids) for file, x in written)
+        self.warm_written = frozenset((file.seal, x) for file, x in written)
         if written and self._vllm_config.parallel_config.rank == 0:
             blocks = sum(len(x.block_ids) - x.shared for _, x in written)
             metrics.logger.info(

@@ -18,6 +18,7 @@ from vllm_relay.system_kv import remembering as module
 from vllm_relay.system_kv import saver, writer
 from vllm_relay.system_kv.file import SystemKVFile
 from vllm_relay.system_kv.messages import Report, WorkerMetadata
+from vllm_relay.system_kv.placement import Placement
 from vllm_relay.system_kv.remembered_files import hottest_first
 
 HOT = list(range(100, 100 + 6 * BLOCK))
@@ -309,8 +310,9 @@ def test_what_follows_a_prefix_that_was_not_loaded_is_not_found(
 
 
 def test_only_what_all_workers_wrote_counts() -> None:
-    both, one = ("/a", (1, 2)), ("/b", (3,))
-    answers = [WorkerMetadata(0, warm=frozenset(x)) for x in ({both, one}, {both})]
+    both, one = ("a", Placement((1, 2), 0)), ("b", Placement((1, 2, 3), 2))
+    other = "b", Placement((1, 2, 3), 0)  # it had no file to share with
+    answers = [WorkerMetadata(0, warm=frozenset(x)) for x in ({both, one}, {both, other})]
     assert answers[0].aggregate(answers[1]).warm == {both}
 
 
