@@ -1,11 +1,12 @@
 """One vLLM engine in a process of its own: ``python -m benchmarks.gpu.engine_process SPEC ROWS``.
 
-SPEC (JSON): ``job`` ("force", "decode" or "reference"), ``cases`` (a list, each with a ``name``),
-``until`` (`time.time` at which no further case starts), and for engines ``engine`` (arguments of
-`vllm.LLM`), ``patches`` (functions "module:name" to call before it is made), ``forcing`` ("v1" or
-"v2": the runner). ROWS gets a JSON line per finished case, at once.
+SPEC (JSON): ``job`` ("force", "free", "decode" or "reference"), ``cases`` (a list, each with a
+``name``), ``until`` (`time.time` at which no further case starts), and for engines ``engine``
+(arguments of `vllm.LLM`), ``patches`` (functions "module:name" to call before it is made),
+``forcing`` ("v1" or "v2": the runner). ROWS gets a JSON line per finished case, at once.
 """
 
+import functools
 import importlib
 import itertools
 import json
@@ -53,32 +54,39 @@ def relayed() -> int:
 
 
 def force(llm: Any, case: Spec) -> Spec:
-    """Generate the forced tokens of a case; returns ``tokens`` and their ``logprobs``."""
+    """Generate the forced tokens of a case.
+
+    Returns:
+        ``tokens`` and their ``logprobs``; of all requests, ``cached`` tokens of prompts;
+        ``steps_relayed`` and ``replays`` of full graphs.
+    """
     from vllm import SamplingParams
 
     from benchmarks.gpu import engine_patches
 
-    def params(prompt: list[int], forced: list[int] | None) -> Any:
+    def params(prompt: list[int], forced: list[int] | None, steps: int) -> Any:
         extra = {"force": forced, "prompt_tokens": len(prompt)} if forced else None
         return SamplingParams(
             temperature=0,
-            max_tokens=len(forced) if forced else 1,
+            max_tokens=len(forced) if forced else steps,
             ignore_eos=True,
             logprobs=1,
             detokenize=False,
             extra_args=extra,
         )
 
-    def generate(prompts: list[list[int]], forced: list[list[int]] | None) -> list[Any]:
-        settings = [params(p, forced[i] if forced else None) for i, p in enumerate(prompts)]
-        done = llm.generate([{"prompt_token_ids": p} for p in prompts], settings, use_tqdm=False)
-        return [request.outputs[0] for request in done]
+    def generate(prompts: Any, forced: list[list[int]] | None, steps: int) -> list[Any]:
+        settings = [params(p, forced[i] if forced else None, steps) for i, p in enumerate(prompts)]
+        requests = [{"prompt_token_ids": p} for p in prompts]
+        return list(llm.generate(requests, settings, use_tqdm=False))
 
     if case["warm_up"]:
-        generate(case["warm_up"], None)
+        generate(case["warm_up"], None, 1)
     before, replays_before = relayed(), engine_patches.replays()
-    outputs = generate(case["prompts"], case["force"])
+    done = generate(case["prompts"], case["force"], case.get("steps", 0))
+    outputs = [request.outputs[0] for request in done]
     return {
+        "cached": sum(request.num_cached_tokens or 0 for request in done),
         "tokens": [list(o.token_ids) for o in outputs],
         "logprobs": [
             [step[t].logprob for step, t in zip(o.logprobs, o.token_ids, strict=True)]
@@ -87,6 +95,14 @@ def force(llm: Any, case: Spec) -> Spec:
         "steps_relayed": relayed() - before,
         "replays": engine_patches.replays() - replays_before,
     }
+
+
+def free(llm: Any, case: Spec) -> Spec:
+    """`force` without forcing, each request's own tokens; with the ``reference`` of these."""
+    row = force(llm, {**case, "force": None, "steps": len(case["force"][0])})
+    exact = _read_reference(llm.llm_engine.model_config.model)
+    row["exact"] = reference(exact, {**case, "force": row["tokens"]})["logprobs"]
+    return row
 
 
 def decode(llm: Any, case: Spec) -> Spec:
@@ -173,17 +189,23 @@ def reference(model: Any, case: Spec) -> Spec:
 
 
 def make_reference(spec: Spec) -> Any:
+    return _read_reference(spec["engine"]["model"])
+
+
+@functools.cache
+def _read_reference(folder: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        spec["engine"]["model"], dtype=torch.float32, attn_implementation="eager"
+        folder, dtype=torch.float32, attn_implementation="eager"
     )
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
 JOBS = {
     "force": (make_engine, force),
+    "free": (make_engine, free),
     "decode": (make_engine, decode),
     "reference": (make_reference, reference),
 }

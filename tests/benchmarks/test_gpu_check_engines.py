@@ -210,13 +210,16 @@ def test_engines_on_the_cpu_pass_and_a_planted_error_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parity, "PLANT", CPU_PLANT)
+    monkeypatch.setattr(parity, "BLOCK", 128)  # of a CPU engine
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     model = write_random_model(tmp_path / "model", 8, 2, 64)
     cases = [parity.make_case(15, 2, 8), parity.make_case(4, 0, 8)]
     runs = [
-        parity.Run(system, runner="v1", graphs=False, dtype="float32")
-        for system in ("stock", "relay", "planted")
-    ]
+        parity.Run(system, runner="v1", graphs=False, dtype="float32", system_kv=files)
+        for system, files in (
+            ("stock", False), ("relay", False), ("planted", False), ("relay", True)
+        )
+    ]  # fmt: skip
 
     def on_cpu(run: parity.Run, model: Path, cases: list[dict[str, Any]]) -> dict[str, Any]:
         spec = parity.spec_of(run, model, cases, cuda=False)
@@ -229,8 +232,8 @@ def test_engines_on_the_cpu_pass_and_a_planted_error_is_seen(
     journal = journal_in(tmp_path, *parity.COLUMNS)
     assert parity.run_all(runs, cases, model, tmp_path, journal, later(), on_cpu) == []
     rows = rows_in(tmp_path)
-    assert [row["failure"] for row in rows] == [""] * 6
-    assert [row["correct"] for row in rows] == ["yes"] * 4 + ["planted error seen", "yes"]
+    assert [row["failure"] for row in rows] == [""] * 8
+    assert [row["correct"] for row in rows] == ["yes"] * 4 + ["planted error seen"] + ["yes"] * 3
     relayed = {(row["system"], row["groups"]): int(row["steps_relayed"]) for row in rows}
     assert relayed["stock", "2"] == relayed["relay", "0"] == 0 < relayed["relay", "2"]
 

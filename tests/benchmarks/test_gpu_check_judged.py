@@ -9,9 +9,10 @@ import pytest
 
 from benchmarks.gpu import engine, op, parity, systems
 from benchmarks.gpu.engine_systems import PARTS, SYSTEMS, SYSTEMS_V1
-from benchmarks.gpu.journal import Clock, Journal, Wrong, run_cases
+from benchmarks.gpu.journal import Clock, Journal, Selection, Wrong, run_cases
 from benchmarks.gpu.parity_runs import RUNS, Run
 from benchmarks.gpu.timing import Ceilings, DecodeStep
+from benchmarks.harness.architectures import ARCHITECTURES
 
 # 4 TB/s of reads, 800 TFLOP/s
 CEILINGS = Ceilings(copy=3.9e12, read=4e12, matmul=8e14)
@@ -137,7 +138,12 @@ def test_runner_v1_is_measured_last_and_without_sharing_only(
 
 
 def forced(
-    offset: float, relayed: int, mode: str = "FULL", requests: int = 4, replays: int = 30
+    offset: float,
+    relayed: int,
+    mode: str = "FULL",
+    requests: int = 4,
+    replays: int = 30,
+    cached: int = 0,
 ) -> dict[str, Any]:
     logprobs = np.random.default_rng(0).normal(size=(requests, 32)) * 0.01 + offset
     return {
@@ -146,6 +152,7 @@ def forced(
         "steps_relayed": relayed,
         "cudagraph_mode": mode,
         "replays": replays,
+        "cached": cached,
     }
 
 
@@ -176,6 +183,35 @@ def test_parity_is_judged() -> None:
             judge(system, row, groups)
 
 
+def test_prefixes_that_system_kvs_did_not_give_are_seen() -> None:
+    run, exact = Run("relay", system_kv=True), forced(0, 0)
+    case = {"groups": 2, "cacheable": 640}
+    found = parity.judge(run, case, forced(0, 30, cached=640), exact, (0.02, 0.06))
+    assert found["correct"] == "yes"
+    with pytest.raises(Wrong, match="624 tokens were cached, not 640"):
+        parity.judge(run, case, forced(0, 30, cached=624), exact, (0.02, 0.06))
+
+
+def test_a_chosen_engine_runs_with_its_measure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def run_all(runs: list[Run], *_: Any) -> list[str]:
+        ran.extend(run.name for run in runs)
+        return []
+
+    monkeypatch.setattr(parity, "run_all", run_all)
+    journal, clock = Journal(tmp_path / "p.csv", parity.COLUMNS, {}), Clock(time.time() + 60)
+    assert parity.run(journal, clock, Selection(["*fp8 relay", "gemma-2 * relay"]), False) == []
+    assert ran == [
+        "v2 graphs bfloat16 fp8 stock",
+        "v2 graphs bfloat16 fp8 relay",
+        "gemma-2 v2 graphs bfloat16 stock",
+        "gemma-2 v2 graphs bfloat16 relay",
+    ]
+
+
 @pytest.mark.parametrize(("requests", "judged"), [(31, False), (32, True)])
 def test_the_rarest_errors_are_judged_of_a_thousand_values_only(
     requests: int, judged: bool
@@ -199,13 +235,14 @@ def test_runs_have_their_measure_before_them_and_enough_steps() -> None:
     assert len(set(names)) == len(names)
     for i, run in enumerate(RUNS):
         if run.system != "stock":
-            assert Run("stock", dtype=run.dtype) in RUNS[:i]
+            assert run.measure in RUNS[:i]
         # The steps that relay certainly runs, late as it may start, are told from those it may not.
         late = systems.PROBE_STEPS + systems.HEARD_AFTER
         for steps in (parity.QUICK_STEPS, parity.STEPS):
             assert steps - 1 - late > run.idle_steps(steps)
     planted = {(run.runner, run.graphs) for run in RUNS if run.system == "planted"}
     assert planted >= {("v2", True), ("v1", True), ("v2", False)}
+    assert {run.model for run in RUNS} - {""} <= set(ARCHITECTURES)
     dense = next(run for run in RUNS if run.relay)
     config = parity.spec_of(dense, Path("model"), [])["engine"]["additional_config"]
     assert config == {"relay": {"min_saved_tokens": 0, "dense": True, "max_levels": 2}}
