@@ -120,6 +120,7 @@ class SystemKVConnector(IdleConnector):
             ]
             compat.extend_engine()
         else:
+            metrics.set_speaker(vllm_config.parallel_config.rank == 0)
             self._writer = Writer(vllm_config, files, placed, groups, warm)
             if memory is not None:
                 identity = extra[REMEMBERED]["identity"]

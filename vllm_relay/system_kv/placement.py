@@ -57,39 +57,58 @@ def kept_tokens(group: CacheGroup, groups: Sequence[CacheGroup]) -> int | None:
     return group.window - 1 + 2 * max(_BLOCK_TOKENS, alignment(groups))
 
 
-def place(
-    prompts: Sequence[Sequence[int]], groups: Sequence[CacheGroup], salts: Sequence[str | None]
-) -> list[tuple[Placement, ...]]:
-    """Blocks of each prompt, by group; those of a common salt and prefix share them.
+class Placer:
+    """Blocks of one prompt after another; those of a common salt and prefix share them.
 
     Ids begin at 1: block 0 is vLLM's null block. Tokens past the last multiple of `alignment` get
     no block: requests prefill them. Under a window only the blocks have one that vLLM looks for
     behind the whole prompt, and behind all but its last token, which a request always prefills.
     """
-    step = alignment(groups)
-    # (chain before, or salt and block size; tokens) -> chain
-    chains: dict[tuple[Hashable, tuple[int, ...]], int] = {}
-    known: dict[tuple[int, int], int] = {}  # (group, chain) -> block
-    placements: list[tuple[Placement, ...]] = []
-    for tokens, salt in zip(prompts, salts, strict=True):
-        placed = []
-        for number, group in enumerate(groups):
+
+    def __init__(self, groups: Sequence[CacheGroup]) -> None:
+        self._groups, self._step = groups, alignment(groups)
+        # (chain before, or salt and block size; tokens) -> chain
+        self._chains: dict[tuple[Hashable, tuple[int, ...]], int] = {}
+        self._known: dict[tuple[int, int], int] = {}  # (group, chain) -> block
+
+    def add(
+        self, tokens: Sequence[int], salt: str | None, room: int | None = None
+    ) -> tuple[Placement, ...] | None:
+        """The blocks of the next prompt, by group.
+
+        None, and nothing is changed, if all prompts would then have more than ``room`` blocks.
+        """
+        placed, new = [], dict[tuple[int, int], int]()
+        for number, group in enumerate(self._groups):
             size, first = group.block_size, 0
             if group.window is not None:
-                first = (len(tokens) - 1) // step * step // size - group.blocks_for_hit()
+                end = (len(tokens) - 1) // self._step * self._step
+                first = end // size - group.blocks_for_hit()
             ids: list[int] = []
             shared = 0
             chain: Hashable = salt, size
-            for column in range(len(tokens) // step * step // size):
+            for column in range(len(tokens) // self._step * self._step // size):
                 key = chain, tuple(tokens[column * size : (column + 1) * size])
-                chain = chains.setdefault(key, len(chains))
+                chain = self._chains.setdefault(key, len(self._chains))
                 block = number, chain
-                if shared == column and (column < first or block in known):
+                if shared == column and (column < first or block in self._known):
                     shared += 1
-                ids.append(0 if column < first else known.setdefault(block, 1 + len(known)))
+                known = self._known if block in self._known else new
+                next_id = 1 + len(self._known) + len(new)
+                ids.append(0 if column < first else known.setdefault(block, next_id))
             placed.append(Placement(tuple(ids), shared))
-        placements.append(tuple(placed))
-    return placements
+        if room is not None and len(self._known) + len(new) > room:
+            return None
+        self._known |= new
+        return tuple(placed)
+
+
+def place(
+    prompts: Sequence[Sequence[int]], groups: Sequence[CacheGroup], salts: Sequence[str | None]
+) -> list[tuple[Placement, ...]]:
+    """Blocks of each prompt, by group, see `Placer`."""
+    placer = Placer(groups)
+    return [placer.add(tokens, salt) or () for tokens, salt in zip(prompts, salts, strict=True)]
 
 
 def pinned_ids(placements: Sequence[tuple[Placement, ...]]) -> set[int]:

@@ -39,20 +39,21 @@ _LONGEST_STEP = 0.25
 # Seconds in a step that waits for a file.
 _PATIENCE = 0.1
 
+_Tensors = dict[str, torch.Tensor]
+
 
 @dataclass
 class _Job:
     """One `Save` under way.
 
-    ``room``: tensors to copy into, or None if the prefix has a file. ``done``: copies of single
-    blocks, layer by layer.
+    ``room``: tensors to copy into, or None if the prefix has a file or is given up. ``done``:
+    copies of single blocks, layer by layer.
     """
 
     key: str
     order: Save
-    room: Future[dict[str, torch.Tensor] | None]
     given_up: Event = field(default_factory=Event)
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    room: Future[_Tensors | None] = field(default_factory=Future)
     done: int = 0
     written: Future[int | None] | None = None
 
@@ -102,8 +103,8 @@ class Saver:
             else:
                 self._report(orders.key, "compared", "")
         if orders.save is not None:
-            room = self._thread.submit(self._make_room, orders.save)
-            self._job = _Job(orders.key, orders.save, room)
+            self._job = job = _Job(orders.key, orders.save)
+            job.room = self._thread.submit(self._make_room, job)
         if orders.at_once and (job := self._job) is not None:
             self._go_on(float("inf"))
             # Not for long: another worker may be waited for, which this step waits for.
@@ -125,16 +126,18 @@ class Saver:
         problem = None if error is None else _one_line(error)
         self._reports.append(Report(key=key, what=what, name=name, problem=problem))
 
-    def _make_room(self, order: Save) -> dict[str, torch.Tensor] | None:
-        """Tensors for a prefix, or None if it has a file; the first worker marks it as hot.
+    def _make_room(self, job: _Job) -> _Tensors | None:
+        """`_Job.room`; the first worker marks a file that is there as hot.
 
-        Raises SystemKVError if it does not fit into the folder.
+        Raises SystemKVError if the prefix does not fit into the folder.
         """
-        path = self._folder / order.name
-        if mark(path, order.hot_at) if self._rank == 0 else path.exists():
+        path = self._folder / job.order.name
+        if job.given_up.is_set():
+            return None
+        if mark(path, job.order.hot_at) if self._rank == 0 else path.exists():
             return None
         dtype = self._vllm_config.model_config.dtype
-        shapes = self._manifest(order).shapes()
+        shapes = self._manifest(job.order).shapes()
         tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
         self._check_size(tensors)
         for tensor in tensors.values():
@@ -155,8 +158,7 @@ class Saver:
                     if self._rank == 0:
                         self._report(job.key, "saved", name)
             elif job.room.done() and (tensors := job.room.result()) is not None:
-                job.tensors = tensors
-                self._copy(job, deadline)
+                self._copy(job, tensors, deadline)
             elif job.room.done():
                 self._job = None
                 if self._rank == 0:
@@ -165,7 +167,7 @@ class Saver:
             self._job = None
             self._report(job.key, "saved", name, error)
 
-    def _copy(self, job: _Job, deadline: float) -> None:
+    def _copy(self, job: _Job, tensors: _Tensors, deadline: float) -> None:
         blocks = job.order.block_ids
         while job.done < len(blocks) * len(self._group.layers):
             number, column = divmod(job.done, len(blocks))
@@ -174,12 +176,12 @@ class Saver:
             rows = self._layout(name).rows(cache[blocks[column]])
             begin = column * self._group.block_size
             for target, part in zip(tensor_names(name), rows, strict=True):
-                job.tensors[target][begin : begin + self._group.block_size] = part
+                tensors[target][begin : begin + self._group.block_size] = part
             job.done += 1
             if time.perf_counter() >= deadline:
                 return
         self._report(job.key, "copied", job.order.name)
-        job.written = self._thread.submit(self._write, job)
+        job.written = self._thread.submit(self._write, job, tensors)
 
     def _check_size(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """The bytes of a file. Raises SystemKVError if it does not fit into the folder."""
@@ -188,7 +190,7 @@ class Saver:
             raise SystemKVError(f"{size:,} bytes are more than system_kv.remember_gib allows")
         return size
 
-    def _write(self, job: _Job) -> int | None:
+    def _write(self, job: _Job, tensors: _Tensors) -> int | None:
         """Write the file or hand the part over, in the thread.
 
         Returns the bytes of the file, or None if there is one, or the first worker writes it.
@@ -196,27 +198,27 @@ class Saver:
         manifest, path = self._manifest(job.order), self._folder / job.order.name
         if self._rank != 0:
             name = f"{job.key}-{self._rank}"
-            hand_over(self._folder, name, manifest, job.tensors, lambda: _is_over(job, path))
+            hand_over(self._folder, name, manifest, tensors, lambda: _is_over(job, path))
             return None
         if self._workers > 1:
-            parts = self._parts(job, path)
+            parts = self._parts(job, path, tensors)
             if parts is None:
                 return None
             total = self._vllm_config.model_config.get_total_num_kv_heads()
-            job.tensors, layers = join(parts, total)
+            tensors, layers = join(parts, total)
             manifest = replace(manifest, layers=tuple(layers))
-        size = self._check_size(job.tensors)
+        size = self._check_size(tensors)
         with scratch_folder(self._folder) as scratch:
             make_room(self._folder, size, self._limit)
-            written = write_file(path, manifest, job.tensors, scratch, threads=1)
+            written = write_file(path, manifest, tensors, scratch, threads=1)
         mark(path, job.order.hot_at)
         return written
 
-    def _parts(self, job: _Job, path: Path) -> list[LayerKV] | None:
+    def _parts(self, job: _Job, path: Path, tensors: _Tensors) -> list[LayerKV] | None:
         """KV of all workers in the order of their ranks; None if it is not wanted any more."""
         found = []
         for layer in self._manifest(job.order).layers:
-            keys, values = (job.tensors[name] for name in tensor_names(layer.name))
+            keys, values = (tensors[name] for name in tensor_names(layer.name))
             found.append(LayerKV(layer=layer, keys=keys, values=values))
         for rank in range(1, self._workers):
             file = take_over(self._folder, f"{job.key}-{rank}", lambda: _is_over(job, path))

@@ -12,7 +12,7 @@ from typing import Any
 from vllm_relay import metrics
 from vllm_relay.system_kv.file import SystemKVError, SystemKVFile
 from vllm_relay.system_kv.pinned_blocks import as_request
-from vllm_relay.system_kv.placement import CacheGroup, Placement, pinned_ids, place
+from vllm_relay.system_kv.placement import CacheGroup, Placement, Placer
 
 
 def cached_blocks(pool: Any, hashes: Sequence[bytes]) -> list[Any]:
@@ -41,8 +41,9 @@ def choose(
         pinned: token ids of the prompts that are placed before them. salts: of each.
         speaks: say in the log what cannot be read.
     """
-    prompts, of = [list(tokens) for tokens in pinned], list(salts)
-    found = []
+    placer, found = Placer([group]), []
+    for tokens, salt in zip(pinned, salts, strict=True):
+        placer.add(tokens, salt)
     for path in paths:
         try:
             file = SystemKVFile(path)
@@ -50,13 +51,9 @@ def choose(
             if speaks:
                 metrics.say_once(f"remembered prefix not loaded: {error}")
             continue
-        prompt = list(file.manifest.token_ids)
-        placed = place([*prompts, prompt], [group], [*of, None])
-        (placement,) = placed[-1]
-        if len(placement.block_ids) > placement.shared and len(pinned_ids(placed)) <= room:
-            found.append((file, placement))
-            prompts.append(prompt)
-            of.append(None)
+        placed = placer.add(file.manifest.token_ids, None, room)
+        if placed is not None and len(placed[0].block_ids) > placed[0].shared:
+            found.append((file, placed[0]))
     return found
 
 

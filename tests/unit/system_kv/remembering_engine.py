@@ -1,5 +1,7 @@
 """An engine of small layers that remembers: both of our sides, on vLLM's real BlockPool."""
 
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from itertools import product
@@ -15,6 +17,7 @@ from vllm.v1.request import RequestStatus
 from tests.unit.system_kv.files import small_manifest
 from vllm_relay import compat
 from vllm_relay.config import SystemKVConfig
+from vllm_relay.system_kv.file import SystemKVFile
 from vllm_relay.system_kv.manifest import Identity
 from vllm_relay.system_kv.pinned_blocks import PinnedBlocks, as_request
 from vllm_relay.system_kv.pins import Pins, answer, is_save
@@ -28,6 +31,7 @@ from vllm_relay.system_kv.writer import Writer
 
 BLOCK, HEADS, WIDTH = 4, 2, 8
 NAMES = ("layers.0", "layers.1")
+HOT = list(range(100, 100 + 6 * BLOCK))
 IDENTITY = {
     field.name: getattr(small_manifest(dtype="float32"), field.name) for field in fields(Identity)
 }
@@ -194,3 +198,32 @@ class Engine:
     def begin_round(self) -> None:
         """Let the next step begin to save."""
         self.remembering._next_round = 0.0
+
+    def ask(self, prompt: list[int], times: int = 4, salt: str | None = None) -> None:
+        """Serve several requests under one prompt."""
+        for i in range(times):
+            self.request([*prompt, *range(1000 * i, 1000 * i + 2 * BLOCK)], salt)
+
+    def save(self) -> None:
+        """A whole round of saving."""
+        self.begin_round()
+        until(lambda: not (self.step() or self.remembering._saving))
+
+
+def saved(folder: Path) -> list[list[int]]:
+    """The prefixes in a folder, the hottest first."""
+    return [list(SystemKVFile(path).manifest.token_ids) for path in hottest_first(folder)]
+
+
+def until(done: Callable[[], bool]) -> None:
+    """Wait for up to half a minute."""
+    for _ in range(30_000):
+        if done():
+            return
+        time.sleep(0.001)
+    raise TimeoutError
+
+
+def broken(*args: Any, **kwargs: Any) -> int:
+    """A failure, in place of a function."""
+    raise RuntimeError("planted\nfailure")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from vllm_relay.system_kv.placement import (
     CacheGroup,
     Placement,
+    Placer,
     alignment,
     budget_error,
     kept_tokens,
@@ -268,3 +269,11 @@ def test_large_numbers_are_readable() -> None:
     assert "need 123,456 of 200,000 KV cache blocks (62%)" in message and "100,000" in message
     message = str(budget_error(9_000, 10_000, 0.9, 131_072, 8_192))
     assert "the other 1,000 cannot" in message and "131,072 (8,192 blocks)" in message
+
+
+def test_a_prompt_that_does_not_fit_changes_nothing() -> None:
+    placer = Placer([group(2)])
+    assert placer.add([1, 2, 3, 4], None, room=2) == (Placement((1, 2), 0),)
+    assert placer.add([1, 2, 5, 6, 7, 8], None, room=3) is None
+    assert placer.add([1, 2, 5, 6], None, room=3) == (Placement((1, 3), 1),)
+    assert placer.add([1, 2, 3, 4], None, room=3) == (Placement((1, 2), 2),)
