@@ -63,6 +63,7 @@ RUNS = (
         f"--shared 8192 2048 0 --repeats 3 --min-seconds 15 --steps 16 {LITTLE_TO_GAIN}",
         f"--shared 16384 8192 4096 2048 1024 0 {LITTLE_TO_GAIN}",
     ),
+    Run("prediction", None, ""),
 )
 
 

@@ -16,7 +16,6 @@ from benchmarks.report.figure_style import (
     label,
     lines,
     medians,
-    spread,
 )
 from benchmarks.report.markdown import Ratio, kind_of, shown, table
 from vllm_relay.serving import gains
@@ -187,75 +186,6 @@ def serving_ratios(rows: list[Row]) -> list[Ratio]:
         )
         for gain in gains.summary(rows)
         if SYSTEMS[gain["system"]].relay
-    ]
-
-
-def decode(rows: list[Row], path: Path) -> str:
-    """Step time by prefix length, with the ceilings."""
-    usual = (rows[0]["requests"], rows[0]["own_tokens"])
-    swept = [row for row in rows if (row["requests"], row["own_tokens"]) == usual]
-    swept.sort(key=lambda row: row["shared_tokens"])
-    lengths = [row["shared_tokens"] for row in swept]
-    row = swept[0]
-    figure, axes = axes_of(
-        f"{row['requests']} requests with {row['own_tokens']} tokens each, {row['layers']} layers, "
-        f"{row['query_heads']}/{row['kv_heads']} heads of {row['head_size']}",
-        "tokens of the shared prefix",
-        "milliseconds per decode step (median; min to max)",
-    )
-    for key in ("stock", "relay"):
-        name = f"{key}_step_ms"
-        axes.errorbar(
-            lengths,
-            [row[name] for row in swept],
-            spread(swept, name, f"{name}_min", f"{name}_max"),
-            marker="o",
-            capsize=3,
-            label=label(key),
-            color=COLOURS[key],
-        )
-    bare = [row["no_attention_step_ms"] for row in swept]
-    axes.plot(lengths, bare, color="0.6", linestyle="--", label=label("no-attention"))
-    least = [x["no_attention_step_ms"] + x["prefix_ms_at_gemm_rate"] for x in swept]
-    axes.plot(
-        lengths, least, color="black", linestyle=":",
-        label="no attention + prefix at matrix-product rate",
-    )  # fmt: skip
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    finish(figure, axes, path)
-    return table(
-        ["requests", "shared tokens", "own tokens", "vLLM, tokens/s", "relay, tokens/s",
-         "no attention, tokens/s", "times vLLM", "least to most", "steps relayed", "logprob rms"],
-        (
-            [
-                row["requests"],
-                f"{row['shared_tokens']:,}",
-                f"{row['own_tokens']:,}",
-                f"{row['stock_tok_s']:,.1f}",
-                f"{row['relay_tok_s']:,.1f}",
-                f"{row['no_attention_tok_s']:,.1f}",
-                f"{row['ratio']:.2f}",
-                f"{row['ratio_min']:.2f} to {row['ratio_max']:.2f}",
-                row["steps_relayed"],
-                f"{row['logprob_rms']:.4f}",
-            ]
-            for row in rows
-        ),
-    )  # fmt: skip
-
-
-def decode_ratios(rows: list[Row]) -> list[Ratio]:
-    return [
-        Ratio(
-            f"requests {row['requests']}, shared tokens {row['shared_tokens']:,}, own tokens "
-            f"{row['own_tokens']:,}",
-            kind_of(row),
-            "relay",
-            row["ratio"],
-            row["ratio_min"],
-            row["ratio_max"],
-        )
-        for row in rows
     ]
 
 

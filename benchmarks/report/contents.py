@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.harness.result_csv import Row
-from benchmarks.report import attention_figures, comparison_figures
+from benchmarks.report import attention_figures, comparison_figures, decode_figures
 from benchmarks.report.markdown import Ratio
 
 
@@ -106,8 +106,15 @@ SECTIONS = (
         "them is what is left to gain. Steps with nothing shared run vLLM's own attention. "
         "Relayed steps attend to contexts with relay's kernel, which is faster than vLLM's: with "
         "short prefixes or long contexts it is part of the speed-up (see the next two sections).",
-        comparison_figures.decode, comparison_figures.decode_ratios, "",
+        decode_figures.decode, decode_figures.decode_ratios, "",
         lambda row: "no_attention_step_ms" in row,
+    ),
+    Section(
+        "prediction", "Prediction and measurement",
+        "What `vllm-relay explain` says of the attention of decode steps, with the costs that the "
+        "machine has measured, and what engines take for it: the time of a step less that of an "
+        "engine that skips attention.",
+        decode_figures.prediction, lambda rows: [],
     ),
     Section(
         "attention", "Attention of a whole step, and the theory",
