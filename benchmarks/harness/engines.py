@@ -54,11 +54,16 @@ class BenchWorker:
 
 @dataclass(frozen=True)
 class Limits:
-    """Capacity of every engine of a run; ``kv_blocks``: of its KV cache, None: what fits."""
+    """Capacity of every engine of a run, and its mode.
+
+    Attributes:
+        kv_blocks: of its KV cache; None: what fits. eager: without ``torch.compile``.
+    """
 
     max_model_len: int
     max_num_seqs: int
     kv_blocks: int | None = None
+    eager: bool = False
 
 
 @dataclass
@@ -102,7 +107,7 @@ class Engine:
             max_model_len=limits.max_model_len,
             max_num_seqs=limits.max_num_seqs,
             num_gpu_blocks_override=limits.kv_blocks,
-            enforce_eager=True,
+            enforce_eager=limits.eager,
             enable_prefix_caching=system.caching,
             worker_extension_cls="benchmarks.harness.engines.BenchWorker",
             **({} if share is None else {"gpu_memory_utilization": share}),

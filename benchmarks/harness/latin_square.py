@@ -15,7 +15,7 @@ from rich.table import Table
 from benchmarks.harness.engines import Engine, Limits, engines
 from benchmarks.harness.environment import HUGE_PAGES, kv_gib
 from benchmarks.harness.result_csv import Row, save
-from benchmarks.harness.terminal import add_save, at_least, make_console, step
+from benchmarks.harness.terminal import add_eager, add_save, at_least, make_console, step
 from vllm_relay.serving.agreement import Answer, Distance, WrongAnswers, distance
 from vllm_relay.serving.comparison import interleaved
 from vllm_relay.serving.systems import REFERENCE, SYSTEMS
@@ -202,6 +202,7 @@ def add_options(parser: argparse.ArgumentParser, repeats: int) -> None:
         help="add rounds until all systems together took this long per workload; "
         f"at most {MOST_ROUNDS} rounds",
     )
+    add_eager(parser)
     add_save(parser)
 
 
@@ -234,7 +235,7 @@ def run(comparison: Comparison, model: Path, args: argparse.Namespace) -> int:
     rows = [{**row, "kv_gib": kv_gib()} for row in rows]
     show(console, comparison.title, rows, comparison.columns)
     if args.save:
-        save_engines(console, comparison.name, rows)
+        save_engines(console, comparison.name, rows, args.eager)
     return 0
 
 
@@ -256,9 +257,10 @@ def checked(
     return measured
 
 
-def save_engines(console: Console, name: str, rows: Sequence[Row]) -> Path:
-    """Writes a CSV with provenance and the memory settings of the engines."""
-    return save(console, name, rows, **{key.lower(): value for key, value in HUGE_PAGES.items()})
+def save_engines(console: Console, name: str, rows: Sequence[Row], eager: bool) -> Path:
+    """Writes a CSV with provenance, the mode and the memory settings of the engines."""
+    memory = {key.lower(): value for key, value in HUGE_PAGES.items()}
+    return save(console, name, rows, mode="eager" if eager else "compiled", **memory)
 
 
 # Columns of `Measured.rows` in tables of the terminal and of the report.

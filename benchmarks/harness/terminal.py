@@ -54,6 +54,12 @@ def add_save(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", action="store_true", help="write a CSV to benchmarks/results")
 
 
+def add_eager(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--eager", action="store_true", help="engines without torch.compile, which start sooner"
+    )
+
+
 def add_heads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--heads",

@@ -66,7 +66,7 @@ def earlier(
     section: Section, newest: Sequence[Row], paths: Sequence[Path]
 ) -> list[tuple[Path, list[Row]]]:
     """The runs before of the same command, machine and versions: CSVs and rows, newest first."""
-    same = ("command", "device", "cores", "vllm", "torch", "kv_gib", "glibc_tunables")
+    same = ("command", "device", "cores", "vllm", "torch", "kv_gib", "glibc_tunables", "mode")
     found = []
     for path in paths[1:]:
         rows = [row for row in read(path) if section.of(row)]
@@ -139,7 +139,8 @@ def write(section: Section, paths: Sequence[Path], output: Path) -> tuple[str, l
         f"## {section.title}\n\n{section.text}\n\n"
         f"![{section.title}]({relative(figure, output)})\n\n{found}\n"
         f"`{row['command']}`, on {str(row['date'])[:10]}: {row['device']}, {row['cores']} cores, "
-        f"vLLM {row['vllm']}, PyTorch {row['torch']}, revision {row['revision']} "
+        f"vLLM {row['vllm']}, PyTorch {row['torch']}, {row.get('mode', 'eager')}, revision "
+        f"{row['revision']} "
         f"([CSV]({relative(paths[0], output)})).\n\n"
     )
     text += again + beside(f"{section.name}{section.suffix}")
@@ -181,14 +182,15 @@ def main(argv: list[str] | None = None) -> int:
         "`results/`; `make bench` measures them anew. Systems run interleaved on the same prompts. "
         'The baseline "vLLM" is vLLM with prefix caching. Speed-ups are medians of pairs, with the '
         "range of the rounds. No speed is shown unless the answers agree; those of the engine "
-        "without attention must not. Engines run eagerly, without `torch.compile`; on a machine "
-        "with two cores vLLM computes on one. `make bench` starts all engines with "
-        "`GLIBC_TUNABLES=glibc.malloc.hugetlb=1`: in huge pages the place of their memory matters "
-        "less. Measurements published in the papers stand beside ours: on other hardware, with "
-        "other models and vLLM 0.2, only the shape compares. For commands run more than once the "
-        "ranges cover all runs, and the report says how far the newest is from the earlier ones; "
-        "of two equal runs with three rounds each, one range in ten would not overlap. Commands "
-        "are those of their revision; the scripts lie in `benchmarks/suites` since.\n\n"
+        "without attention must not. Engines run eagerly, without `torch.compile`, or compiled, as "
+        "each section says; on a machine with two cores vLLM computes on one. `make bench` starts "
+        "all engines eagerly, with `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`: in huge pages the "
+        "place of their memory matters less. Measurements published in the papers stand beside "
+        "ours: on other hardware, with other models and vLLM 0.2, only the shape compares. For "
+        "commands run more than once the ranges cover all runs, and the report says how far the "
+        "newest is from the earlier ones; of two equal runs with three rounds each, one range in "
+        "ten would not overlap. Commands are those of their revision; the scripts lie in "
+        "`benchmarks/suites` since.\n\n"
         f"{failed}{sections}"
         "## Where it does not help\n\n"
         "First the kinds of workloads in which sharing has little to gain, whatever was found. "

@@ -231,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     show(console, rows)
     if args.save:
-        save_engines(console, "attention", rows)
+        save_engines(console, "attention", rows, eager=True)
     return 0
 
 

@@ -67,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         args.prompt_tokens + args.tokens + 1,
         max(args.batch, args.prompts * max(args.samples)),
         kv_blocks=args.kv_tokens // KV_BLOCK,
+        eager=args.eager,
     )
     title = f"completions of {args.prompt_tokens:,} tokens"
     columns = ("batch", "samples", "prompts")

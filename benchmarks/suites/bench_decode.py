@@ -201,6 +201,7 @@ def main(argv: list[str] | None = None) -> int:
         limits = Limits(
             max(shared + own for _, shared, own in given) + args.steps,
             max(requests for requests, _, _ in given),
+            eager=args.eager,
         )
         with step(console, f"{len(KEYS)} engines") as report:
             started: dict[str, Engine] = stack.enter_context(
@@ -215,7 +216,7 @@ def main(argv: list[str] | None = None) -> int:
             rows.append(row_of(measured, workload, started["relay"].gemm_rate(), args))
     show(console, rows)
     if args.save:
-        save_engines(console, "decode", rows)
+        save_engines(console, "decode", rows, args.eager)
     return 0
 
 

@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         tokenizer.encode(shared_text(subject, most), add_special_tokens=False).ids
         for subject in range(args.subjects)
     ]
-    limits = Limits(max(map(len, prefixes)) + 256, args.at_once)
+    limits = Limits(max(map(len, prefixes)) + 256, args.at_once, eager=args.eager)
     cases = [make_workload(tokenizer, examples, args) for examples in args.examples]
     title, columns = f"{args.subjects} subjects", ("examples", "shared_tokens", "right")
     comparison = Comparison("fewshot", title, columns, FOUR, limits, cases, prefixes)

@@ -26,7 +26,7 @@ from benchmarks.harness.engines import KV_BLOCK, Engine, Finished, Limits, close
 from benchmarks.harness.environment import engine_environment
 from benchmarks.harness.latin_square import save_engines
 from benchmarks.harness.random_model import VOCABULARY, write_random_model
-from benchmarks.harness.terminal import add_save, at_least, make_console, step
+from benchmarks.harness.terminal import add_eager, add_save, at_least, make_console, step
 from vllm_relay.lifetime import ended_in_order
 from vllm_relay.serving.agreement import Distance, distance
 from vllm_relay.serving.comparison import interleaved
@@ -95,6 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--kv-blocks", type=at_least(8), default=64, help="of the KV cache")
     parser.add_argument("--repeats", type=at_least(1), default=3, help="rounds")
+    add_eager(parser)
     add_save(parser)
     args = parser.parse_args(argv)
     console = make_console()
@@ -102,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     shape = {name: getattr(args, name) for name in names}
     rows: list[dict[str, Any]] = []
     table = Table("shift every", "round", "way", "cached tokens", "TTFT p50, ms")
-    limits = Limits(args.prefix + args.own + args.generate + 1, 4, args.kv_blocks)
+    limits = Limits(args.prefix + args.own + args.generate + 1, 4, args.kv_blocks, args.eager)
     with two_engines(limits) as started:
         for shift_every in args.shift_every:
             for number in range(args.repeats):
@@ -126,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
                     table.add_row(*map(str, cells), f"{1000 * row['ttft_p50_s']:.1f}")
     console.print(table)
     if args.save:
-        save_engines(console, "learn", rows)
+        save_engines(console, "learn", rows, args.eager)
     return 0
 
 

@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     prefix, cases = make_workloads(tokenizer, args)
-    limits = Limits(len(prefix) + 64 + args.steps, max(args.questions))
+    limits = Limits(len(prefix) + 64 + args.steps, max(args.questions), eager=args.eager)
     keys = (*FOUR, "no-attention")
     title, columns = f"questions about {args.document:,} tokens", ("questions", "right")
     comparison = Comparison("needles", title, columns, keys, limits, cases, [prefix])

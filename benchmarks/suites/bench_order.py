@@ -24,7 +24,7 @@ import vllm_relay
 from benchmarks.harness.engines import KV_BLOCK, Limits, engines
 from benchmarks.harness.latin_square import save_engines
 from benchmarks.harness.random_model import VOCABULARY, write_random_model
-from benchmarks.harness.terminal import add_save, at_least, make_console, step
+from benchmarks.harness.terminal import add_eager, add_save, at_least, make_console, step
 from vllm_relay.serving.agreement import Answer, distance
 from vllm_relay.serving.comparison import interleaved
 from vllm_relay.serving.systems import SYSTEMS
@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--held", type=at_least(1), default=8, help="prefixes in the KV cache")
     parser.add_argument("--at-once", type=at_least(1), default=32, help="running requests")
     parser.add_argument("--repeats", type=at_least(1), default=3)
+    add_eager(parser)
     add_save(parser)
     args = parser.parse_args(argv)
     rng = np.random.default_rng(0)
@@ -61,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     held = args.held * (args.prefix // KV_BLOCK)
     own = -(-longest // KV_BLOCK) - args.prefix // KV_BLOCK
     blocks = 1 + held + args.at_once * own
-    limits = Limits(longest + 1, args.at_once, blocks)
+    limits = Limits(longest + 1, args.at_once, blocks, args.eager)
 
     console = make_console()
     ways: list[Way] = list(product(("stock", "relay"), ORDERS))
@@ -115,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
         table.add_row(SYSTEMS[system].label, order, *map(str, shown))
     console.print(table)
     if args.save:
-        save_engines(console, "order", rows)
+        save_engines(console, "order", rows, args.eager)
     return 0
 
 

@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     console, rows = make_console(), []
     cases = CASES[: args.cases]
     longest = max(shared + own for _, _, shared, own in cases) + args.steps
-    limits = Limits(longest, max(requests for requests, *_ in cases))
+    limits = Limits(longest, max(requests for requests, *_ in cases), eager=args.eager)
     for heads in SHAPES[: args.shapes]:
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             model = write_random_model(Path(folder), *heads)
@@ -148,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
                 rows.append(row_of(measured, workload, heads))
     show(console, rows)
     if args.save:
-        save_engines(console, "prediction", rows)
+        save_engines(console, "prediction", rows, args.eager)
     return 0
 
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.harness.engines import Engine, Limits, engines
 from benchmarks.harness.environment import model_path
 from benchmarks.harness.latin_square import save_engines
-from benchmarks.harness.terminal import add_save, at_least, make_console, step
+from benchmarks.harness.terminal import add_eager, add_save, at_least, make_console, step
 from vllm_relay.serving.agreement import Answer, distance
 from vllm_relay.serving.comparison import interleaved
 
@@ -62,13 +62,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--median", type=at_least(1), default=400, help="tokens of a prompt")
     parser.add_argument("--longest", type=at_least(1), default=2048, help="tokens of a prompt")
     parser.add_argument("--repeats", type=at_least(1), default=3, help="rounds")
+    add_eager(parser)
     add_save(parser)
     args = parser.parse_args(argv)
     console = make_console()
     lengths = list(map(len, prompts_of(args, 0)))
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     means: dict[str, list[float]] = {way: [] for way in WAYS}
-    limits = Limits(max(lengths) + 2, args.prompts)
+    limits = Limits(max(lengths) + 2, args.prompts, eager=args.eager)
     with engines(args.model or model_path(), ("relay",), limits) as started:
         for number in range(args.repeats + 1):  # the first one warms up
             prompts = prompts_of(args, number)
@@ -108,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
         table.add_row(way, *(f"{row[x]:,}" for x in shown), f"{row['ttft_mean_s']:.2f} s")
     console.print(table)
     if args.save:
-        save_engines(console, "prepacking", rows)
+        save_engines(console, "prepacking", rows, args.eager)
     return 0
 
 

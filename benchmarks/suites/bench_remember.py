@@ -258,7 +258,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     show(console, rows)
     if args.save:
-        save_engines(console, "remember", rows)
+        save_engines(console, "remember", rows, eager=True)
     return 0
 
 

@@ -131,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     console.print(table)
     console.print(f"answers with another token: {other:,} of {len(requests):,}")
     if args.save:
-        save_engines(console, "replay", rows)
+        save_engines(console, "replay", rows, eager=True)
     return 0
 
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.harness.chat import licence_prompt, questions
 from benchmarks.harness.environment import HUGE_PAGES, kv_gib, model_path
 from benchmarks.harness.latin_square import save_engines
-from benchmarks.harness.terminal import add_save, at_least, make_console, step
+from benchmarks.harness.terminal import add_eager, add_save, at_least, make_console, step
 from vllm_relay.lifetime import ended_in_order
 from vllm_relay.serving import comparison, gains
 from vllm_relay.serving.commands import build_system_kv
@@ -113,6 +113,7 @@ def main(argv: list[str] | None = None) -> int:
         help="seconds per token of the sustained rate; systems that miss it by 2x are skipped at "
         "higher rates",
     )
+    add_eager(parser)
     add_save(parser)
     args = parser.parse_args(argv)
     if REFERENCE not in args.systems:
@@ -129,7 +130,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--prefix-tokens: {error}")
     keys = [x for x in args.systems if args.dataset == "chat" or not SYSTEMS[x].system_kv]
     # The client's own prompts do not have exactly the lengths that they are to have.
-    flags = ["--enforce-eager", "--max-model-len", str(args.prefix_tokens + 1024)]
+    flags = ["--max-model-len", str(args.prefix_tokens + 1024)]
+    flags += ["--enforce-eager"] if args.eager else []
     flags += ["--max-num-seqs", str(args.requests)]
     from transformers import AutoTokenizer
 
@@ -168,7 +170,10 @@ def main(argv: list[str] | None = None) -> int:
     gains.show(console, title, rows, args.bound)
     if args.save:
         save_engines(
-            console, "serving" if args.dataset == "chat" else f"serving-{args.dataset}", rows
+            console,
+            "serving" if args.dataset == "chat" else f"serving-{args.dataset}",
+            rows,
+            args.eager,
         )
     return 0
 

@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     mixes: list[Any] = [None, *map(tuple, args.mix)]
     cases = [make_workload(p, m, args.requests, vocabulary) for p in prefixes for m in mixes]
     longest = max([LONGEST, *(sum(mix) for mix in args.mix)])
-    limits = Limits(max(args.prefix) + longest + 1, args.requests)
+    limits = Limits(max(args.prefix) + longest + 1, args.requests, eager=args.eager)
     title = f"{args.requests} requests at once"
     columns = ("prefix_tokens", "lengths")
     comparison = Comparison("throughput", title, columns, FOUR, limits, cases, prefixes)

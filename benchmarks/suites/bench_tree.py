@@ -63,7 +63,9 @@ def main(argv: list[str] | None = None) -> int:
     add_options(parser, repeats=5)
     args = parser.parse_args(argv)
     limits = Limits(
-        args.examples + max(args.problem) + args.own + args.steps, args.problems * args.samples
+        args.examples + max(args.problem) + args.own + args.steps,
+        args.problems * args.samples,
+        eager=args.eager,
     )
     cases = [make_workload(args, tokens) for tokens in args.problem]
     title = f"{args.examples:,} tokens of examples for all"

@@ -42,7 +42,7 @@ def started(model: Path) -> Iterator[dict[str, Engine]]:
         with engines.engines(
             model,
             keys,
-            Limits(1024, 8, kv_blocks=80),
+            Limits(1024, 8, kv_blocks=80, eager=True),
             prefixes=[PREFIX],
             settings={"min_saved_tokens": 0},
         ) as found:
@@ -272,7 +272,7 @@ def test_engines_that_are_up_are_closed_when_another_does_not_start(
     keys = ("stock", "relay", "no-attention")
     with (
         pytest.raises(ValueError, match="no relay"),
-        engines.engines(SMOLLM2, keys, Limits(8, 1, kv_blocks=8)),
+        engines.engines(SMOLLM2, keys, Limits(8, 1, kv_blocks=8, eager=True)),
     ):
         pass
     assert sorted(closed) == ["no attention at all", "vLLM"] and dict(os.environ) == before

@@ -74,7 +74,7 @@ def test_servers_are_measured_on_chats_and_on_the_clients_own_prompts(
         monkeypatch.setattr(comparison, "serving", serving)
         monkeypatch.setattr(bench_serving, "ENV", {"VLLM_CPU_KVCACHE_SPACE": "1"})
         options = "--prefix-tokens 300 --requests 3 --tokens 4 --repeats 1 --seconds 0.15 --save "
-        options += "--systems stock relay "
+        options += "--eager --systems stock relay "
         for given in ("--rates inf 20 --bound 60", "--dataset prefix_repetition --rates inf"):
             given_options = f"{options}{given}".split()
             assert bench_serving.main([*given_options, "--model", str(model)]) == 0
