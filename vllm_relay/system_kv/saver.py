@@ -103,8 +103,8 @@ class Saver:
             else:
                 self._report(orders.key, "compared", "")
         if orders.save is not None:
-            self._job = job = _Job(orders.key, orders.save)
-            job.room = self._thread.submit(self._make_room, job)
+            self._job = _Job(orders.key, orders.save)
+            self._job.room = self._thread.submit(self._make_room, self._job)
         if orders.at_once and (job := self._job) is not None:
             self._go_on(float("inf"))
             # Not for long: another worker may be waited for, which this step waits for.
