@@ -75,7 +75,7 @@ def force(llm: Any, case: Spec) -> Spec:
             extra_args=extra,
         )
 
-    def generate(prompts: Any, forced: list[list[int]] | None, steps: int) -> list[Any]:
+    def generate(prompts: list[list[int]], forced: list[list[int]] | None, steps: int) -> list[Any]:
         settings = [params(p, forced[i] if forced else None, steps) for i, p in enumerate(prompts)]
         requests = [{"prompt_token_ids": p} for p in prompts]
         return list(llm.generate(requests, settings, use_tqdm=False))

@@ -220,7 +220,7 @@ def run_all(
         spec = make_spec(run, model, measured)
         if run.system_kv:
             try:
-                give_system_kvs(spec, folder)
+                give_system_kvs(spec, folder, max(clock.left(), 0))
             except EngineFailed as error:
                 journal.add(run.name, {}, describe(error))
                 continue

@@ -90,16 +90,16 @@ RUNS = (
 )
 
 
-def give_system_kvs(spec: dict[str, Any], folder: Path) -> None:
+def give_system_kvs(spec: dict[str, Any], folder: Path, seconds: float) -> None:
     """Build a file of each prefix with ``vllm-relay build``, and have the engine load them all.
 
     Nothing else warms the cache. vLLM has to find the plugin: the package is installed.
 
     Args:
-        spec: of the engine; changed. folder: for the files.
+        spec: of the engine; changed. folder: for the files. seconds: that it may take.
 
     Raises:
-        EngineFailed: the command failed.
+        EngineFailed: the command failed, or took longer.
     """
     engine = spec["engine"]
     prefixes = [prefix for case in spec["cases"] for prefix in case["warm_up"]]
@@ -115,9 +115,12 @@ def give_system_kvs(spec: dict[str, Any], folder: Path) -> None:
         if option in engine:
             command += [f"--{option.replace('_', '-')}", str(engine[option])]
     environment = {**os.environ, **ENVIRONMENT, **importable()}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise EngineFailed(f"vllm-relay build: its time was up after {seconds:.0f} s") from error
     if done.returncode:
         print(done.stderr[-4000:], flush=True)
         raise EngineFailed(f"vllm-relay build: {done.stderr.strip().splitlines()[-1:]}")

@@ -120,5 +120,5 @@ def prediction(rows: list[Row], path: Path) -> str:
         ),
     ) + (
         f"\nMedian error {statistics.median(errors):.0%}, largest {errors[-1]:.0%}. "
-        f"{rows[-1]['costs'].capitalize()}.\n"
+        f"From {'; '.join(dict.fromkeys(row['costs'] for row in rows))}.\n"
     )  # fmt: skip

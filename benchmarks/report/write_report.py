@@ -66,14 +66,20 @@ def earlier(
     section: Section, newest: Sequence[Row], paths: Sequence[Path]
 ) -> list[tuple[Path, list[Row]]]:
     """The runs before of the same command, machine and versions: CSVs and rows, newest first."""
-    same = ("command", "device", "cores", "vllm", "torch", "kv_gib", "glibc_tunables", "mode")
+    same = ("command", "device", "cores", "vllm", "torch", "kv_gib", "glibc_tunables")
     found = []
     for path in paths[1:]:
         rows = [row for row in read(path) if section.of(row)]
         # an older CSV does not have all of these columns
-        if rows and all(rows[0].get(x, newest[0].get(x)) == newest[0].get(x) for x in same):
+        alike = rows and all(rows[0].get(x, newest[0].get(x)) == newest[0].get(x) for x in same)
+        if alike and mode_of(rows[0]) == mode_of(newest[0]):
             found.append((path, rows))
     return found
+
+
+def mode_of(row: Row) -> str:
+    """Compiled or eager, which older CSVs do not say."""
+    return row.get("mode", "eager")
 
 
 def pooled(*runs: Sequence[Row]) -> list[Row]:
@@ -139,9 +145,8 @@ def write(section: Section, paths: Sequence[Path], output: Path) -> tuple[str, l
         f"## {section.title}\n\n{section.text}\n\n"
         f"![{section.title}]({relative(figure, output)})\n\n{found}\n"
         f"`{row['command']}`, on {str(row['date'])[:10]}: {row['device']}, {row['cores']} cores, "
-        f"vLLM {row['vllm']}, PyTorch {row['torch']}, {row.get('mode', 'eager')}, revision "
-        f"{row['revision']} "
-        f"([CSV]({relative(paths[0], output)})).\n\n"
+        f"vLLM {row['vllm']}, PyTorch {row['torch']}, {mode_of(row)}, revision "
+        f"{row['revision']} ([CSV]({relative(paths[0], output)})).\n\n"
     )
     text += again + beside(f"{section.name}{section.suffix}")
     return text, section.ratios(rows)

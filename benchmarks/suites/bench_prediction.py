@@ -84,6 +84,8 @@ def row_of(measured: Measured, workload: Workload, heads: tuple[int, int, int]) 
     requests, rates = workload.columns["requests"], measured.decode_tok_s
     stock, relay, none = ([1e3 * requests / rate for rate in rates[key]] for key in KEYS)
     bare = statistics.median(none)
+    if min(stock + relay) - bare < 2 * (max(none) - min(none)):
+        raise WrongAnswers(f"{workload.title}: attention is lost in the spread of the steps")
     speedups = [(s - bare) / (r - bare) for s, r in zip(stock, relay, strict=True)]
     found, (predicted, source) = statistics.median(speedups), predict(workload, heads)
     return {
@@ -142,10 +144,10 @@ def main(argv: list[str] | None = None) -> int:
             for workload in (make_workload(*case, args.steps) for case in cases):
                 try:
                     measured = checked(started, workload, args, console)
+                    rows.append(row_of(measured, workload, heads))
                 except WrongAnswers as error:
                     console.print(str(error), style="red", markup=False, soft_wrap=True)
                     return 1
-                rows.append(row_of(measured, workload, heads))
     show(console, rows)
     if args.save:
         save_engines(console, "prediction", rows, args.eager)

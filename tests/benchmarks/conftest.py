@@ -47,8 +47,9 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Scripts write their CSVs here."""
     prov = result_csv.source()
 
-    def save(console: Any, name: str, rows: Any) -> Path:
-        return result_csv.write_csv(tmp_path / f"{name}.csv", rows, prov)
+    def save(console: Any, name: str, rows: Any, eager: bool) -> Path:
+        columns = prov | {"mode": "eager" if eager else "compiled"}
+        return result_csv.write_csv(tmp_path / f"{name}.csv", rows, columns)
 
     suites = (
         bench_attention,

@@ -76,7 +76,7 @@ class Placer:
     ) -> tuple[Placement, ...] | None:
         """The blocks of the next prompt, by group.
 
-        None, and nothing is changed, if all prompts would then have more than ``room`` blocks.
+        None, and it gets none, if all prompts would then have more than ``room`` blocks.
         """
         placed, new = [], dict[tuple[int, int], int]()
         for number, group in enumerate(self._groups):
@@ -107,8 +107,12 @@ def place(
     prompts: Sequence[Sequence[int]], groups: Sequence[CacheGroup], salts: Sequence[str | None]
 ) -> list[tuple[Placement, ...]]:
     """Blocks of each prompt, by group, see `Placer`."""
-    placer = Placer(groups)
-    return [placer.add(tokens, salt) or () for tokens, salt in zip(prompts, salts, strict=True)]
+    placer, placements = Placer(groups), []
+    for tokens, salt in zip(prompts, salts, strict=True):
+        placed = placer.add(tokens, salt)
+        assert placed is not None  # without a bound
+        placements.append(placed)
+    return placements
 
 
 def pinned_ids(placements: Sequence[tuple[Placement, ...]]) -> set[int]:

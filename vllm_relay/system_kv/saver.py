@@ -157,12 +157,13 @@ class Saver:
                         _log(job, size)
                     if self._rank == 0:
                         self._report(job.key, "saved", name)
-            elif job.room.done() and (tensors := job.room.result()) is not None:
-                self._copy(job, tensors, deadline)
             elif job.room.done():
-                self._job = None
-                if self._rank == 0:
-                    self._report(job.key, "saved", name)
+                if (tensors := job.room.result()) is not None:
+                    self._copy(job, tensors, deadline)
+                else:
+                    self._job = None
+                    if self._rank == 0:
+                        self._report(job.key, "saved", name)
         except Exception as error:
             self._job = None
             self._report(job.key, "saved", name, error)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -163,7 +164,22 @@ def test_a_late_report_of_an_order_that_was_given_up_releases_no_block(
     assert engine.pool.get_num_free_blocks() == 64
 
 
-def test_requests_with_a_salt_are_notsaved(tmp_path: Path) -> None:
+def test_a_save_that_is_given_up_while_it_waits_takes_no_memory(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.ask(HOT)
+    (one,) = engine.savers
+    goes_on = Event()
+    one._thread.submit(goes_on.wait)
+    engine.begin_round()
+    engine.step()
+    job = one._job
+    engine.remembering.give_back()
+    engine.step()
+    goes_on.set()
+    assert job is not None and job.room.result(30) is None
+
+
+def test_requests_with_a_salt_are_not_saved(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     engine.ask(HOT, salt="acme")
     engine.stop()
