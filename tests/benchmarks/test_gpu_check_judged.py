@@ -61,7 +61,7 @@ def test_flashinfer_has_time_to_compile_until_it_has_run(
 
     left_out = run_cases(cases(), Journal(tmp_path / "op.csv", (), {}), Stepped(0))
     assert len(left_out) == 3
-    assert asked[:4] == [240.0] * 4 and set(asked[4:]) == {15.0}
+    assert asked[:4] == [180.0] * 4 and set(asked[4:]) == {15.0}
 
 
 TIMED = engine.WINDOWS * engine.STEPS
