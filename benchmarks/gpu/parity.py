@@ -80,8 +80,8 @@ def make_case(requests: int, groups: int, steps: int) -> dict[str, Any]:
         "warm_up": prefixes,
         "cacheable": sum(
             len(prefixes[i % groups]) // BLOCK * BLOCK
-            for i in range(requests if groups else 0)
-            if i % 5 != 4
+            for i in range(requests)
+            if groups and i % 5 != 4
         ),
         "prompts": [prompts[i] for i in rng.permutation(requests)],
         "force": rng.integers(3, VOCABULARY, (requests, steps)).tolist(),

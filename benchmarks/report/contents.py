@@ -110,13 +110,6 @@ SECTIONS = (
         lambda row: "no_attention_step_ms" in row,
     ),
     Section(
-        "prediction", "Prediction and measurement",
-        "What `vllm-relay explain` says of the attention of decode steps, with the costs that the "
-        "machine has measured, and what engines take for it: the time of a step less that of an "
-        "engine that skips attention.",
-        decode_figures.prediction, lambda rows: [],
-    ),
-    Section(
         "attention", "Attention of a whole step, and the theory",
         "vLLM's attention and relay's on the same step, always relayed, with caches flushed before "
         "every call or warm from the previous one; the prefix is packed beforehand. With short "
@@ -142,5 +135,12 @@ SECTIONS = (
         "or a context of its own for each.",
         attention_figures.kernels,
         lambda rows: [], "", lambda row: row.get("part") != "step" and "ms_min" in row,
+    ),
+    Section(
+        "prediction", "Prediction and measurement",
+        "What `vllm-relay explain` says of the attention of decode steps, with the costs named "
+        "below, and what engines take for it: the time of a step less that of an "
+        "engine that skips attention.",
+        decode_figures.prediction, lambda rows: [],
     ),
 )  # fmt: skip

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
+from benchmarks.gpu.parity import FACTOR
 from benchmarks.harness.environment import RESULTS, ROOT
 from benchmarks.harness.result_csv import Row, read
 from benchmarks.report.markdown import table
@@ -212,7 +213,7 @@ def answers() -> Iterator[list[str]]:
             kind = (row["model"], row["runner"], graphs, row["dtype"], row["kv_cache"])
             found.setdefault((*kind, " ".join(filter(None, more)), row["system"]), []).append(row)
     for (*kind, system), rows in found.items():
-        ratios = [2 * row["rms"] / row["bound_rms"] for row in rows]
+        ratios = [FACTOR * row["rms"] / row["bound_rms"] for row in rows]
         shown = f"{max(ratios):.2f}" if system == "relay" else f"error seen, {min(ratios):.1f}"
         yield [*kind, str(len(rows)), shown]
 

@@ -62,7 +62,7 @@ def make_workload(requests: int, prefixes: int, shared: int, own: int, steps: in
 
 
 def predict(workload: Workload, heads: tuple[int, int, int]) -> tuple[float, str]:
-    """What `vllm-relay explain` says of a log of these requests: speed-up, source of its costs."""
+    """Speed-up that `vllm-relay explain` tells of a log of these requests; source of its costs."""
     prompts, lengths = workload.make_round(0)
     lines = [
         json.dumps({"prompt_token_ids": list(prompt), "output_length": length})
