@@ -114,8 +114,8 @@ void check_product(int64_t rows, int64_t steps, int64_t columns, bool tokens_fir
   std::vector<float> c(rows * panels * W, NOT_A_NUMBER);
   Prefetcher nothing;
   MatrixProduct<bf16> product;
-  product(rows, a.get(), pairs, operand, b.get(), steps, columns, columns, nothing,
-          [&](int64_t r, int64_t column, vf x) { store(&c.at(r * panels * W + column), x); });
+  product.run<false>(rows, a.get(), pairs, operand, b.get(), steps, columns, columns, nothing,
+              c.data(), panels * W);
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t column = 0; column < columns; ++column) {
       double wanted = 0;

@@ -26,8 +26,7 @@ int64_t product_ns(const T* b) {
     timespec begin, end;
     clock_gettime(CLOCK_MONOTONIC, &begin);
     __asm__ volatile("" : : "r"(a) : "memory");  // the compiler must not know the factors
-    product<T, REGISTER_ROWS>(a, SIZE, panels, b, SIZE, SIZE, SIZE, none,
-                              [&](int64_t r, int64_t c, vf x) { store(out + r * SIZE + c, x); });
+    product<T, REGISTER_ROWS, false>(a, SIZE, panels, b, SIZE, SIZE, SIZE, none, out, SIZE);
     __asm__ volatile("" : : "r"(out) : "memory");
     clock_gettime(CLOCK_MONOTONIC, &end);
     least = min(least, (end.tv_sec - begin.tv_sec) * 1000000000 + end.tv_nsec - begin.tv_nsec);
@@ -87,7 +86,7 @@ void attend_rows(const relay_call& call, const Unit& unit, int64_t row, int64_t 
   typedef typename Dot<T>::Weight Weight;
   const relay_sequence& sequence = call.sequences[unit.sequence];
   const int64_t size = call.head_size;
-  const float factor_of_scores = score_factor(call.scores);
+  const float scale = score_factor(call.scores);
   Seen seen[Scratch<T>::ROWS], by_any = {};
   for (int64_t r = 0; r < rows; ++r) {
     seen[r] = seen_by(call, sequence, query_of(call, unit.row + row + r));
@@ -97,22 +96,19 @@ void attend_rows(const relay_call& call, const Unit& unit, int64_t row, int64_t 
   int begin = 0;
   while (begin < tile.count && tile.runs[begin].first + tile.runs[begin].tokens <= by_any.first)
     ++begin;
-  // scores[r, j] = q_r . k_j scale log2(e)
+  // scores[r, j] = q_r . k_j
   int64_t slots = 0;
   int used = begin;
   for (; used < tile.count && tile.runs[used].first < by_any.end; ++used) {
     const Run<T>& run = tile.runs[used];
     const int64_t tokens = min(run.tokens, by_any.end - run.first);
-    scratch.product(rows, scratch.q + row * scratch.q_row, scratch.q_row, tile.operands[KEYS],
-                    run.at[KEYS], size, tokens, run.there, next_keys,
-                    [&](int64_t r, int64_t token, vf x) {
-                      store(scratch.scores + r * SCORES_ROW + run.slot + token,
-                            x * factor_of_scores);
-                    });
+    scratch.product.template run<false>(rows, scratch.q + row * scratch.q_row, scratch.q_row,
+                                        tile.operands[KEYS], run.at[KEYS], size, tokens, run.there,
+                                        next_keys, scratch.scores + run.slot, SCORES_ROW);
     slots = run.slot + rounded(tokens, PIECE);
   }
   if (used == begin) return;
-  // weights[r, j] = 2 ** (scores[r, j] - m_r); slots that are padding or unseen get -inf before.
+  // weights[r, j] = 2 ** (scale scores[r, j] - m_r), 0 in slots that are padding or unseen
   const int64_t first_slot = tile.runs[begin].slot;
   for (int64_t r = 0; r < rows; ++r) {
     float* scores = scratch.scores + r * SCORES_ROW;
@@ -126,7 +122,7 @@ void attend_rows(const relay_call& call, const Unit& unit, int64_t row, int64_t 
       for (int64_t s = run.slot + to; s < end; ++s) scores[s] = NEG_INF;
     }
     float* out = scratch.sums.out + (row + r) * scratch.out_row;
-    const float factor = online_softmax_update<T>(scores + first_slot, slots - first_slot,
+    const float factor = online_softmax_update<T>(scores + first_slot, slots - first_slot, scale,
                                                   scratch.sums.row_max[row + r],
                                                   scratch.sums.row_sum[row + r]);
     if (factor != 1.0f)
@@ -139,11 +135,9 @@ void attend_rows(const relay_call& call, const Unit& unit, int64_t row, int64_t 
     // The weights of a row lie where its first score was.
     const Weight* weights = (const Weight*)(scratch.scores + first_slot);
     weights += (run.slot - first_slot) / Dot<T>::steps;
-    scratch.product(rows, weights, SCORES_ROW, tile.operands[VALUES], run.at[VALUES], tokens, size,
-                    size, next_values, [&](int64_t r, int64_t channel, vf x) {
-                      float* out = scratch.sums.out + (row + r) * scratch.out_row + channel;
-                      store(out, load(out) + x);
-                    });
+    scratch.product.template run<true>(rows, weights, SCORES_ROW, tile.operands[VALUES],
+                                       run.at[VALUES], tokens, size, size, next_values,
+                                       scratch.sums.out + row * scratch.out_row, scratch.out_row);
   }
 }
 

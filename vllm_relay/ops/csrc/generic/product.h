@@ -133,30 +133,34 @@ struct Count {
   static constexpr int value = N;
 };
 
-// All columns of C, register block by register block.
+// All columns of C, register block by register block: added to what it holds if ADD, else written.
 //   a:       [R, steps / Dot::steps], rows `a_row` apart
 //   operand: B's layout; at: its first step and column, of one KV head
 //   columns: that are asked for; there: that exist in memory, at least as many
-//   sink(row, first column, vector): W columns of a row; beyond `columns` they are arbitrary
-template <class T, int R, class Sink>
-void product(const typename Dot<T>::Weight* a, int64_t a_row,
-                          const relay_operand& operand, const T* at, int64_t steps,
-                          int64_t columns, int64_t there, Prefetcher& prefetcher, Sink sink) {
-  int64_t c = 0;
-  // The next n * W columns of B, from c on.
+//   c:       [R, columns and up to 8 vectors more], rows `c_row` apart; beyond `columns` arbitrary
+template <class T, int R, bool ADD>
+void product(const typename Dot<T>::Weight* a, int64_t a_row, const relay_operand& operand,
+             const T* at, int64_t steps, int64_t columns, int64_t there, Prefetcher& prefetcher,
+             float* c, int64_t c_row) {
+  int64_t column = 0;
+  // The next n * W columns of B.
   const auto block = [&](auto n, const auto& b) __attribute__((always_inline)) {
     constexpr int N = decltype(n)::value;
-    const auto row_sink = [&](int row, const vf(&x)[N]) __attribute__((always_inline)) {
-      for (int i = 0; i < N; ++i) sink(row, c + i * W, x[i]);
+    float* to = c + column;
+    const auto sink = [=](int row, const vf(&x)[N]) __attribute__((always_inline)) {
+      for (int i = 0; i < N; ++i) {
+        float* sums = to + row * c_row + i * W;
+        store(sums, ADD ? load(sums) + x[i] : x[i]);
+      }
     };
-    register_block<T, R, N>(a, a_row, b, steps, prefetcher, row_sink);
-    c += N * W;
+    register_block<T, R, N>(a, a_row, b, steps, prefetcher, sink);
+    column += N * W;
   };
   if (operand.kind == RELAY_PANELS) {
     constexpr int N = register_vectors(R);
-    while (c < columns) {
-      const PackedColumns<T> b = {at + c / W * operand.panel, operand.stride, operand.panel};
-      const int64_t left = ceil_div(columns - c, W);
+    while (column < columns) {
+      const PackedColumns<T> b = {at + column / W * operand.panel, operand.stride, operand.panel};
+      const int64_t left = ceil_div(columns - column, W);
       // Two and two rather than three and one.
       if (left >= N && left != N + 1)
         block(Count<N>{}, b);
@@ -169,22 +173,22 @@ void product(const typename Dot<T>::Weight* a, int64_t a_row,
   }
   constexpr int LEAST = Dot<T>::steps;  // vectors that the narrowest read gives
   constexpr int N = register_vectors_in_place(R) / LEAST * LEAST;
-  while (c < columns) {
-    const AdjacentColumns<T, false> b = {at + c, operand.stride, 0};
-    if (c + N * W <= there && c + (N - LEAST) * W < columns)
+  while (column < columns) {
+    const AdjacentColumns<T, false> b = {at + column, operand.stride, 0};
+    if (column + N * W <= there && column + (N - LEAST) * W < columns)
       block(Count<N>{}, b);
-    else if (c + LEAST * W <= there)
+    else if (column + LEAST * W <= there)
       block(Count<LEAST>{}, b);
     else
-      block(Count<LEAST>{}, AdjacentColumns<T, true>{at + c, operand.stride, there - c});
+      block(Count<LEAST>{}, AdjacentColumns<T, true>{at + column, operand.stride, there - column});
   }
 }
 
 // product of `rows` <= R rows.
-template <class T, int R = REGISTER_ROWS, class... Rest>
-RELAY_INLINE void product_up_to(int64_t rows, Rest&... rest) {
-  if (rows == R) return product<T, R>(rest...);
-  if constexpr (R > 1) product_up_to<T, R - 1>(rows, rest...);
+template <class T, bool ADD, int R = REGISTER_ROWS, class... Rest>
+RELAY_INLINE void product_up_to(int64_t rows, Rest&&... rest) {
+  if (rows == R) return product<T, R, ADD>(rest...);
+  if constexpr (R > 1) product_up_to<T, ADD, R - 1>(rows, rest...);
 }
 
 // The product as attention calls it, and what a thread keeps between its calls. An instruction set
@@ -194,9 +198,9 @@ struct MatrixProduct {
   static constexpr int rows = REGISTER_ROWS;  // at most, of one call
 
   // Arguments of `product`, after the number of rows.
-  template <class... Rest>
-  RELAY_INLINE void operator()(int64_t rows, Rest&&... rest) {
-    product_up_to<T>(rows, rest...);
+  template <bool ADD, class... Rest>
+  RELAY_INLINE void run(int64_t rows, Rest&&... rest) {
+    product_up_to<T, ADD>(rows, rest...);
   }
 };
 

@@ -24,19 +24,25 @@ RELAY_INLINE vf tanh(vf x) {
   return size < 0.6f ? p * square * x + x : large;
 }
 
-// The factor of a product of a query and a key before `bend_scores`.
+// The factor of scores after `bend_scores`, in base 2. Above 0: it keeps their order.
 inline float score_factor(const relay_scores& scores) {
-  return scores.softcap ? (float)(scores.scale / scores.softcap) : (float)scores.scale * LOG2E;
+  const bool bent = scores.softcap || scores.slopes || !(scores.scale > 0);
+  return bent ? 1.0f : (float)scores.scale * LOG2E;
 }
 
-// Soft cap and ALiBi of a row's scores, in base 2.
-//   scores: [count] of the keys from `first` on, a multiple of W, times score_factor
+// Scale, soft cap and ALiBi of a row's scores, but what score_factor is left to do.
+//   scores: [count] products of the query and the keys from `first` on, a multiple of W
 RELAY_INLINE void bend_scores(const relay_call& call, const Unit& unit, int64_t row, int64_t first,
                               float* scores, int64_t count) {
+  const float scale = (float)call.scores.scale;
   if (call.scores.softcap) {
-    const float cap = (float)call.scores.softcap * LOG2E;
-    // s = softcap tanh(s)
-    for (int64_t i = 0; i < count; i += W) store(scores + i, tanh(load(scores + i)) * cap);
+    const float cap = (float)call.scores.softcap;
+    // s = softcap tanh(s scale / softcap)
+    for (int64_t i = 0; i < count; i += W)
+      store(scores + i, tanh(load(scores + i) * (scale / cap)) * (cap * LOG2E));
+  } else if (score_factor(call.scores) == 1.0f) {
+    for (int64_t i = 0; i < count; i += W)
+      store(scores + i, load(scores + i) * (scale * LOG2E));
   }
   if (call.scores.slopes) {
     const auto [token, head] = row_of(call, unit, row);
@@ -52,16 +58,16 @@ RELAY_INLINE void bend_scores(const relay_call& call, const Unit& unit, int64_t 
 
 // Adds a tile's scores to a row's softmax and writes their weights over them. Returns the factor for
 // the row's output so far, 2 ** (m - m').
-//   scores:  [count], a multiple of 2 W; then Dot<T>::Weight [count / Dot::steps]
+//   scores:  [count], a multiple of 2 W, to be times `scale`; then Dot<T>::Weight [count / Dot::steps]
 //   row_max: m, row_sum: l of the tiles before
 template <class T>
-RELAY_INLINE float online_softmax_update(float* scores, int64_t count, float& row_max,
+RELAY_INLINE float online_softmax_update(float* scores, int64_t count, float scale, float& row_max,
                                          float& row_sum) {
   // m' = max(m, max_j s_j)
   vf high[2] = {broadcast(NEG_INF), broadcast(NEG_INF)};
   for (int64_t i = 0; i < count; i += 2 * W)
     for (int j = 0; j < 2; ++j) high[j] = max_keeping_nan(high[j], load(scores + i + j * W));
-  const float tile_max = reduce_max(max_keeping_nan(high[0], high[1]));
+  const float tile_max = reduce_max(max_keeping_nan(high[0], high[1])) * scale;
   const float new_max = tile_max > row_max ? tile_max : row_max;
   // No key seen yet: any finite number in place of m' makes all weights 0.
   const vf base = broadcast(new_max == NEG_INF ? 0.0f : new_max);
@@ -69,7 +75,8 @@ RELAY_INLINE float online_softmax_update(float* scores, int64_t count, float& ro
   vf total[2] = {};
   typename Dot<T>::Weight* weights = (typename Dot<T>::Weight*)scores;
   for (int64_t i = 0; i < count; i += 2 * W) {
-    const vf p = exp2(load(scores + i) - base), next = exp2(load(scores + i + W) - base);
+    const vf p = exp2(load(scores + i) * scale - base);
+    const vf next = exp2(load(scores + i + W) * scale - base);
     total[0] += p;
     total[1] += next;
     Dot<T>::store_weights(weights + i / Dot<T>::steps, p, next);

@@ -67,17 +67,15 @@ struct MatrixProduct<bf16> {
   }
 
   // Arguments of `product`, after the number of rows.
-  template <class Sink>
-  void operator()(int64_t count, const uint32_t* a, int64_t a_row, const relay_operand& operand,
-                  const bf16* at, int64_t steps, int64_t columns, int64_t there,
-                  Prefetcher& prefetcher, Sink sink) {
+  template <bool ADD>
+  void run(int64_t count, const uint32_t* a, int64_t a_row, const relay_operand& operand,
+           const bf16* at, int64_t steps, int64_t columns, int64_t there, Prefetcher& prefetcher,
+           float* c, int64_t c_row) {
     if (operand.kind != RELAY_PANELS) {  // tiles cannot read it
       for (int64_t row = 0, some; row < count; row += some) {
         some = ceil_div(count - row, ceil_div(count - row, REGISTER_ROWS));
-        const uint32_t* from = a + row * a_row;
-        const auto sink_some = [&](int64_t r, int64_t c, vf x) { sink(row + r, c, x); };
-        product_up_to<bf16>(some, from, a_row, operand, at, steps, columns, there, prefetcher,
-                            sink_some);
+        product_up_to<bf16, ADD>(some, a + row * a_row, a_row, operand, at, steps, columns, there,
+                                 prefetcher, c + row * c_row, c_row);
       }
       return;
     }
@@ -92,21 +90,18 @@ struct MatrixProduct<bf16> {
       for (int64_t r = 0; r < count; ++r)
         _mm512_store_si512(tail_a_ + r * TILE, _mm512_maskz_loadu_epi32(pairs, last + r * a_row));
     }
-    for (int64_t c = 0; c < columns; c += 2 * TILE) {
-      const Panels b = {at + c / TILE * operand.panel, operand.stride, operand.panel};
-      const bool two = c + TILE < columns;
+    for (int64_t column = 0; column < columns; column += 2 * TILE) {
+      const Panels b = {at + column / TILE * operand.panel, operand.stride, operand.panel};
+      const Sums to = {c + column, c_row};
+      const bool two = column + TILE < columns;
       if (second && two)
-        block<2, 2>(from, tail, b, steps, prefetcher);
+        block<2, 2, ADD>(from, tail, b, steps, prefetcher, to);
       else if (second)
-        block<2, 1>(from, tail, b, steps, prefetcher);
+        block<2, 1, ADD>(from, tail, b, steps, prefetcher, to);
       else if (two)
-        block<1, 2>(from, tail, b, steps, prefetcher);
+        block<1, 2, ADD>(from, tail, b, steps, prefetcher, to);
       else
-        block<1, 1>(from, tail, b, steps, prefetcher);
-      for (int64_t r = 0; r < count; ++r) {
-        sink(r, c, load(sums_ + r * 2 * TILE));
-        if (two) sink(r, c + TILE, load(sums_ + r * 2 * TILE + TILE));
-      }
+        block<1, 1, ADD>(from, tail, b, steps, prefetcher, to);
     }
   }
 
@@ -127,8 +122,12 @@ struct MatrixProduct<bf16> {
     int64_t stride, panel;  // between pairs of steps, between panels
   };
 
+  struct Sums {
+    float* at;    // [rows, N TILE]
+    int64_t row;  // between rows
+  };
+
   int64_t tile_rows_ = 0;                      // of the tiles of A and C; 0: not configured
-  alignas(64) float sums_[rows * 2 * TILE];    // [rows, 2 TILE]
   alignas(64) uint32_t tail_a_[rows * TILE];   // [rows, STEPS / 2], the last steps, then zeros
   alignas(64) bf16 tail_b_[2 * TILE * STEPS];  // [2, STEPS / 2, TILE, 2], the same
 
@@ -143,14 +142,16 @@ struct MatrixProduct<bf16> {
     tile_configure(&config);
   }
 
-  // sums = A B, for M tiles of rows and N of columns.
-  template <int M, int N>
+  // C (+)= A B, for M tiles of rows and N of columns.
+  template <int M, int N, bool ADD>
   void block(const Rows& a, const Rows& tail, const Panels& b, int64_t steps,
-             Prefetcher& prefetcher) {
-    tile_zero<C00>();
-    if constexpr (N == 2) tile_zero<C01>();
-    if constexpr (M == 2) tile_zero<C10>();
-    if constexpr (M == 2 && N == 2) tile_zero<C11>();
+             Prefetcher& prefetcher, const Sums& c) {
+    const int64_t c_bytes = c.row * sizeof(float);
+    float* second = c.at + a.second * c.row;
+    begin<C00, ADD>(c.at, c_bytes);
+    if constexpr (N == 2) begin<C01, ADD>(c.at + TILE, c_bytes);
+    if constexpr (M == 2) begin<C10, ADD>(second, c_bytes);
+    if constexpr (M == 2 && N == 2) begin<C11, ADD>(second + TILE, c_bytes);
     // As many lines are fetched as are read, over all blocks of rows that read them.
     const int64_t whole = steps / STEPS, lines = ceil_div(TILE * N, prefetcher.sharers);
     const Prefetcher::Region soon = prefetcher.take(whole * lines);
@@ -164,12 +165,18 @@ struct MatrixProduct<bf16> {
       copy_tail<N>({b.at + whole * TILE * b.stride, b.stride, b.panel}, steps % STEPS);
       multiply<M, N>(tail, {tail_b_, 2 * TILE, TILE * STEPS});
     }
-    constexpr int64_t row = 2 * TILE * sizeof(float);
-    float* second = sums_ + a.second * 2 * TILE;
-    tile_store<C00>(sums_, row);
-    if constexpr (N == 2) tile_store<C01>(sums_ + TILE, row);
-    if constexpr (M == 2) tile_store<C10>(second, row);
-    if constexpr (M == 2 && N == 2) tile_store<C11>(second + TILE, row);
+    tile_store<C00>(c.at, c_bytes);
+    if constexpr (N == 2) tile_store<C01>(c.at + TILE, c_bytes);
+    if constexpr (M == 2) tile_store<C10>(second, c_bytes);
+    if constexpr (M == 2 && N == 2) tile_store<C11>(second + TILE, c_bytes);
+  }
+
+  template <int T, bool ADD>
+  RELAY_INLINE void begin(const float* p, int64_t stride) {
+    if constexpr (ADD)
+      tile_load<T>(p, stride);
+    else
+      tile_zero<T>();
   }
 
   // C += A B, STEPS of them.
