@@ -115,7 +115,7 @@ void check_product(int64_t rows, int64_t steps, int64_t columns, bool tokens_fir
   Prefetcher nothing;
   MatrixProduct<bf16> product;
   product.run<false>(rows, a.get(), pairs, operand, b.get(), steps, columns, columns, nothing,
-              c.data(), panels * W);
+                     c.data(), panels * W);
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t column = 0; column < columns; ++column) {
       double wanted = 0;

@@ -24,25 +24,29 @@ RELAY_INLINE vf tanh(vf x) {
   return size < 0.6f ? p * square * x + x : large;
 }
 
-// The factor of scores after `bend_scores`, in base 2. Above 0: it keeps their order.
-inline float score_factor(const relay_scores& scores) {
-  const bool bent = scores.softcap || scores.slopes || !(scores.scale > 0);
-  return bent ? 1.0f : (float)scores.scale * LOG2E;
+// Whether scores are more than products times a factor that keeps their order.
+inline bool bends(const relay_scores& scores) {
+  return scores.softcap || scores.slopes || !(scores.scale > 0);
 }
 
-// Scale, soft cap and ALiBi of a row's scores, but what score_factor is left to do.
+// The factor of scores after `bend_scores`, in base 2.
+inline float score_factor(const relay_scores& scores) {
+  return bends(scores) ? 1.0f : (float)scores.scale * LOG2E;
+}
+
+// Scale, soft cap and ALiBi of a row's scores, in base 2; nothing where the factor is enough.
 //   scores: [count] products of the query and the keys from `first` on, a multiple of W
 RELAY_INLINE void bend_scores(const relay_call& call, const Unit& unit, int64_t row, int64_t first,
                               float* scores, int64_t count) {
+  if (!bends(call.scores)) return;
   const float scale = (float)call.scores.scale;
   if (call.scores.softcap) {
     const float cap = (float)call.scores.softcap;
     // s = softcap tanh(s scale / softcap)
     for (int64_t i = 0; i < count; i += W)
       store(scores + i, tanh(load(scores + i) * (scale / cap)) * (cap * LOG2E));
-  } else if (score_factor(call.scores) == 1.0f) {
-    for (int64_t i = 0; i < count; i += W)
-      store(scores + i, load(scores + i) * (scale * LOG2E));
+  } else {
+    for (int64_t i = 0; i < count; i += W) store(scores + i, load(scores + i) * (scale * LOG2E));
   }
   if (call.scores.slopes) {
     const auto [token, head] = row_of(call, unit, row);
@@ -58,7 +62,8 @@ RELAY_INLINE void bend_scores(const relay_call& call, const Unit& unit, int64_t 
 
 // Adds a tile's scores to a row's softmax and writes their weights over them. Returns the factor for
 // the row's output so far, 2 ** (m - m').
-//   scores:  [count], a multiple of 2 W, to be times `scale`; then Dot<T>::Weight [count / Dot::steps]
+//   scores:  [count], a multiple of 2 W, to be multiplied by `scale`; then their weights,
+//            Dot<T>::Weight [count / Dot::steps]
 //   row_max: m, row_sum: l of the tiles before
 template <class T>
 RELAY_INLINE float online_softmax_update(float* scores, int64_t count, float scale, float& row_max,

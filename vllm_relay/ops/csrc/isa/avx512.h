@@ -28,8 +28,8 @@ RELAY_INLINE float reduce_max(vf x) { return _mm512_reduce_max_ps((__m512)x); }
 
 RELAY_INLINE float reduce_add(vf x) { return _mm512_reduce_add_ps((__m512)x); }
 
-// 2 ** x, 0 where it underflows: 2 ** f by a minimax polynomial, relative error 1e-7, times
-// 2 ** floor(x), where f = x - floor(x), and 0 where x is infinite.
+// 2 ** x, 0 where it underflows: 2 ** floor(x) times 2 ** f, f = x - floor(x), by a minimax
+// polynomial on [0, 1], relative error 1e-7. The instruction makes f 0 where x is infinite.
 RELAY_INLINE vf exp2(vf x) {
   const vf f = (vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   vf p = broadcast(1.877576897e-3f);
