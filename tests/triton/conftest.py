@@ -45,6 +45,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
+def patched_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch patches triton.language once per module; the interpreter does with every call of a
+    device function, which takes a quarter of its time and finds nothing left to patch."""
+    if not is_interpreted(request.path):
+        return
+    from triton.runtime import interpreter
+
+    patch, patched = interpreter._patch_lang, set()
+    call = interpreter.GridExecutor.__call__
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patched.clear()
+        return call(self, *args, **kwargs)
+
+    def patch_once(fn: Any) -> Any:
+        if fn.__module__ in patched:
+            return None
+        patched.add(fn.__module__)
+        return patch(fn)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+
+
+@pytest.fixture(autouse=True)
 def any_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs of a launch run in order, the other way round or shuffled: a GPU promises none."""
     if not is_interpreted(request.path):
