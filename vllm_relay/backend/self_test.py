@@ -60,7 +60,7 @@ class Batch:
 
     Attributes:
         queries: of the requests, in turn. padding: rows without any. splits: of keys; 0: of
-            FlashAttention's choice. scheduled: with schedules, where vLLM makes them.
+            FlashAttention's choice. scheduled: with schedules, which vLLM makes for version 3.
     """
 
     requests: tuple[Any, ...]
@@ -99,13 +99,15 @@ def run(layer: LayerShape, device: torch.device) -> tuple[str, ...]:
     # row without keys over that of others.
     many, filling = REQUESTS * 4, _filling(device) // layer.num_kv_heads
     padding, given = max(2 * len(many), filling), layer.max_num_splits
-    for batch in (
+    batches = [
         Batch(requests=REQUESTS, queries=(1,)),
         Batch(requests=REQUESTS, queries=(3,)),
         Batch(requests=REQUESTS, queries=(1, 1, 200)),
         Batch(requests=many, queries=(1,), padding=padding, splits=given),
-        Batch(requests=many, queries=(1,), padding=padding, splits=given, scheduled=True),
-    ):
+    ]
+    if layer.fa_version == 3:
+        batches.append(replace(batches[-1], scheduled=True))
+    for batch in batches:
         try:
             failures = _try(layer, device, batch)
         except Exception as error:
@@ -219,7 +221,7 @@ def _scheduled(
     """The plan with splits, and with schedules where vLLM would make them."""
 
     def schedule(part: Part[Tensor]) -> Part[Tensor]:
-        if layer.fa_version != 3 or not batch.scheduled:
+        if not batch.scheduled:
             return replace(part, num_splits=batch.splits)
         made = flash_attn.get_scheduler_metadata(
             batch_size=len(part.seq_lens),
