@@ -7,6 +7,7 @@ One run per line of stdin, as JSON: ``script`` (a path), ``argv``, ``cwd``, ``en
 else is written to stdout, as the log of vLLM is, goes to stderr.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -23,10 +24,15 @@ def preload() -> None:
     import vllm
     import vllm.model_executor.models.llama
     import vllm.v1.engine.llm_engine
+    from vllm.model_executor.models import registry
 
     vllm.LLM  # noqa: B018 resolved on first use
+    # The class of a model is looked at in the child itself; a process of its own would import vLLM.
+    registry._run_in_subprocess = lambda look: look()
     if not torch.cpu._is_avx512_bf16_supported():
         widen_products()
+    # In the parent, so that a collection in a child does not touch, and so copy, what they share.
+    gc.freeze()
 
 
 def widen_products() -> None:

@@ -1,19 +1,16 @@
 """Build system-KV files with the real command and run engines that load them."""
 
 import json
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.engine.engine import environment, run_engine
+from tests.engine.engine import run_apart, run_engine, run_forked
 
 BLOCK = 128
-
-
-def relay_command(*arguments: Any) -> list[str]:
-    """Command line of the `vllm-relay` beside this Python."""
-    return [str(Path(sys.executable).parent / "vllm-relay"), *map(str, arguments)]
+COMMAND = Path(sys.executable).with_name("vllm-relay")
 
 
 def build(output: Path, model: Path, tokens: list[int], *options: str, **env: str) -> Path:
@@ -26,18 +23,17 @@ def build(output: Path, model: Path, tokens: list[int], *options: str, **env: st
 
 
 def run_relay(*arguments: Any, status: int = 0, **env: str) -> str:
-    """Run `vllm-relay`; returns what it printed, on both channels."""
-    done = subprocess.run(
-        relay_command(*arguments),
-        env=environment(**env),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == status, done.stdout[-6000:]
-    return done.stdout
+    """Run `vllm-relay`; returns what it printed, on both channels.
+
+    Commands that start an engine are forked as `run_engine`'s, unless there is an `env`: an engine
+    says more at its end there.
+    """
+    forked = arguments[0] in ("build", "verify") and not env
+    run = run_forked if forked else partial(run_apart, **env)
+    with TemporaryDirectory() as folder:
+        ended, text = run(COMMAND, list(map(str, arguments)), Path(folder))
+    assert ended == status, text[-6000:]
+    return text
 
 
 def run_program(

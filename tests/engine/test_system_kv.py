@@ -291,9 +291,9 @@ def test_an_engine_that_does_not_start_is_explained_in_the_last_line(
     (broken / "model.safetensors").write_bytes(b"no weights")
     source = tmp_path / "prompt.json"
     source.write_text(str(TOKENS))
-    text = run_relay(
-        "build", "--model", broken, "--token-ids", source, "-o", tmp_path, *OPTIONS, status=1
-    )
+    given = ("--model", broken, "--token-ids", source, "-o", tmp_path)
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as users run it
+    text = run_relay("build", *given, *OPTIONS, status=1, **env)
     last = text.splitlines()[-1]
     assert last.startswith(
         "vllm-relay: the engine failed: safetensors._safetensors_rust.SafetensorError: "

@@ -168,7 +168,8 @@ def test_a_build_of_a_model_with_states_is_refused_with_the_engines_limit(mamba:
     source.write_text(json.dumps(TOKENS))
     output = mamba.parent / "acme.relay"
     given = ("--model", mamba, "--token-ids", source, "-o", output)
-    text = run_relay("build", *given, *OPTIONS, status=1)
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as users run it
+    text = run_relay("build", *given, *OPTIONS, status=1, **env)
     assert text.splitlines()[-1] == (
         "vllm-relay: system KVs cannot be used: vLLM has no call that writes the state of Mamba, "
         "gated-delta or convolution layers into a KV block; do_kv_cache_update takes keys and "

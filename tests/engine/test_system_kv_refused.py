@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from benchmarks.harness.environment import OFFLINE
-from tests.engine.engine import SMOLLM2, environment
+from tests.engine.engine import SMOLLM2, environment, run_forked
 from tests.engine.system_kv import run_relay
 from vllm_relay import register
 from vllm_relay.serving.processes import beside_python, serving
@@ -42,7 +42,8 @@ def good(folder: Path) -> Path:
     (folder / "bakery.txt").write_text(MESSAGE)
     output = folder / "bakery.relay"
     source = ("--system-prompt", folder / "bakery.txt")
-    text = run_relay("build", "--model", SMOLLM2, *source, "-o", output, *SMALL)
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as users run it
+    text = run_relay("build", "--model", SMOLLM2, *source, "-o", output, *SMALL, **env)
     assert re.search(r"bakery.relay: \d+ tokens, \d+\.\d MB", text)
     assert re.search(r"\d+ tokens in 1 step, \d+\.\d s, [\d,]+ tokens/s", text)
     return output
@@ -342,27 +343,29 @@ def test_a_server_says_it_in_its_last_line(good: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "flags", "said"),
+    ("budget", "blocks", "said"),
     [
-        (
-            0.1,
-            ["--num-gpu-blocks-override", "40", "--block-size", "64"],
-            r"need 5 of 39 KV cache blocks \(13%\); .*budget allows 10%, 3 blocks",
-        ),
-        (
-            0.5,
-            ["--num-gpu-blocks-override", "34", "--block-size", "64"],
-            r"the other 28 cannot hold one request of max_model_len 2,048 \(32 blocks\)",
-        ),
+        (0.1, 40, r"need 5 of 39 KV cache blocks \(13%\); .*budget allows 10%, 3 blocks"),
+        (0.5, 34, r"the other 28 cannot hold one request of max_model_len 2,048 \(32 blocks\)"),
     ],
     ids=["budget", "longest-request"],
 )
-def test_a_server_does_not_start_over_its_budget(
-    budget: float, flags: list[str], said: str, good: Path
+def test_an_engine_does_not_start_over_its_budget(
+    budget: float, blocks: int, said: str, good: Path, tmp_path: Path
 ) -> None:
-    settings = {"relay": {"system_kv": {"files": [str(good)], "budget": budget}}}
-    text = _serve("--additional-config", json.dumps(settings), *flags)
-    assert re.search(said, text)
+    engine = {
+        "model": str(SMOLLM2),
+        "attention_backend": "relay",
+        "additional_config": {"relay": {"system_kv": {"files": [str(good)], "budget": budget}}},
+        "max_model_len": 2048,
+        "block_size": 64,
+        "num_gpu_blocks_override": blocks,
+    }
+    spec, result = tmp_path / "spec.json", tmp_path / "result.json"
+    spec.write_text(json.dumps({"engine": engine, "program": []}))
+    script = Path(__file__).with_name("run_system_kv.py")
+    status, log = run_forked(script, [str(spec), str(result)], tmp_path)
+    assert status != 0 and re.search(said, log)
 
 
 def test_a_server_told_to_skip_starts_without_the_bad_file_and_with_the_good_one(
