@@ -77,8 +77,8 @@ void begin_unit(const relay_call& call, const Unit& unit, Scratch<In>& scratch) 
 
 // Up to MatrixProduct::rows rows of a unit against a tile. Keys that some of the rows do not see
 // have weight 0 there, so a value of theirs that is not finite spreads to these rows as well.
-// next_keys, next_values: of the next tile, fetched beside the two products; a whole tile ahead, or
-// the products wait for memory.
+// next_keys, next_values: of the next tile, fetched beside the work; a whole tile ahead, or the
+// products wait for memory.
 template <class T>
 void attend_rows(const relay_call& call, const Unit& unit, int64_t row, int64_t rows,
                  const Tile<T>& tile, Scratch<T>& scratch, Prefetcher& next_keys,
@@ -124,7 +124,7 @@ void attend_rows(const relay_call& call, const Unit& unit, int64_t row, int64_t 
     float* out = scratch.sums.out + (row + r) * scratch.out_row;
     const float factor = online_softmax_update<T>(scores + first_slot, slots - first_slot, scale,
                                                   scratch.sums.row_max[row + r],
-                                                  scratch.sums.row_sum[row + r]);
+                                                  scratch.sums.row_sum[row + r], next_values);
     if (factor != 1.0f)
       for (int64_t d = 0; d < size; d += W) store(out + d, load(out + d) * factor);
   }

@@ -173,11 +173,23 @@ void product(const typename Dot<T>::Weight* a, int64_t a_row, const relay_operan
   }
   constexpr int LEAST = Dot<T>::steps;  // vectors that the narrowest read gives
   constexpr int N = register_vectors_in_place(R) / LEAST * LEAST;
+  // Whether n vectors are there, the last of them not in vain.
+  const auto fits = [&](int n) {
+    return column + n * W <= there && column + (n - LEAST) * W < columns;
+  };
   while (column < columns) {
     const AdjacentColumns<T, false> b = {at + column, operand.stride, 0};
-    if (column + N * W <= there && column + (N - LEAST) * W < columns)
+    if (fits(N)) {
       block(Count<N>{}, b);
-    else if (column + LEAST * W <= there)
+      continue;
+    }
+    if constexpr (N / 2 > LEAST && N / 2 % LEAST == 0) {
+      if (fits(N / 2)) {
+        block(Count<N / 2>{}, b);
+        continue;
+      }
+    }
+    if (fits(LEAST))
       block(Count<LEAST>{}, b);
     else
       block(Count<LEAST>{}, AdjacentColumns<T, true>{at + column, operand.stride, there - column});

@@ -1,8 +1,7 @@
 // The softmax over keys that are attended piece by piece: updated tile by tile (FlashAttention,
 // arXiv 2205.14135, Alg. 1), merged where several threads or partials have a part of it.
 #pragma once
-#include "../work.h"
-#include "vec.h"
+#include "product.h"
 
 namespace relay {
 namespace {
@@ -65,9 +64,10 @@ RELAY_INLINE void bend_scores(const relay_call& call, const Unit& unit, int64_t 
 //   scores:  [count], a multiple of 2 W, to be multiplied by `scale`; then their weights,
 //            Dot<T>::Weight [count / Dot::steps]
 //   row_max: m, row_sum: l of the tiles before
+//   next: memory read soon. Few rows wait for it: they leave no time without fetching.
 template <class T>
 RELAY_INLINE float online_softmax_update(float* scores, int64_t count, float scale, float& row_max,
-                                         float& row_sum) {
+                                         float& row_sum, Prefetcher& next) {
   // m' = max(m, max_j s_j)
   vf high[2] = {broadcast(NEG_INF), broadcast(NEG_INF)};
   for (int64_t i = 0; i < count; i += 2 * W)
@@ -79,12 +79,16 @@ RELAY_INLINE float online_softmax_update(float* scores, int64_t count, float sca
   // p_j = 2 ** (s_j - m')
   vf total[2] = {};
   typename Dot<T>::Weight* weights = (typename Dot<T>::Weight*)scores;
-  for (int64_t i = 0; i < count; i += 2 * W) {
+  constexpr int LINES = W / 4;  // about as many as the products fetch in this time
+  const Prefetcher::Region soon = next.take(next.sharers == 1 ? count / (2 * W) * LINES : 0);
+  for (int64_t i = 0, line = 0; i < count; i += 2 * W) {
     const vf p = exp2(load(scores + i) * scale - base);
-    const vf next = exp2(load(scores + i + W) * scale - base);
+    const vf q = exp2(load(scores + i + W) * scale - base);
     total[0] += p;
-    total[1] += next;
-    Dot<T>::store_weights(weights + i / Dot<T>::steps, p, next);
+    total[1] += q;
+    Dot<T>::store_weights(weights + i / Dot<T>::steps, p, q);
+    if (line < soon.lines)
+      for (int n = 0; n < LINES; ++n, ++line) __builtin_prefetch(soon.at + 64 * line, 0, 2);
   }
   // l' = l 2 ** (m - m') + sum_j p_j
   const float factor = row_max == new_max ? 1.0f : exp2(row_max - base[0]);

@@ -22,7 +22,7 @@ constexpr int register_vectors(int rows) {
   return rows <= 2 ? 8 : rows <= 4 ? 6 : rows <= 6 ? 4 : 3;
 }
 // Adjacent columns come in twos and, mostly, in a power of two.
-constexpr int register_vectors_in_place(int rows) { return rows <= 2 ? 8 : rows <= 6 ? 4 : 2; }
+constexpr int register_vectors_in_place(int rows) { return rows <= 3 ? 8 : rows <= 6 ? 4 : 2; }
 
 RELAY_INLINE float reduce_max(vf x) { return _mm512_reduce_max_ps((__m512)x); }
 
