@@ -15,6 +15,7 @@ import argparse
 import os
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -236,13 +237,14 @@ def main() -> int:
             max_model_len=4096,
         )
         rows, too_large = [], 0
-        for point in track(points, "timing", console=console, transient=True):
-            given = (point.shape(), point.window, point.sinks, int(args.kv_gib * 2**30))
-            measured = llm.collective_rpc("measure_choice", args=given)[0]
-            if measured is None:
-                too_large += 1
-            else:
-                rows.append(row_of(point, measured, args.heads))
+        with suppress(KeyboardInterrupt):  # Ctrl-C: what was measured so far is shown and saved
+            for point in track(points, "timing", console=console, transient=True):
+                given = (point.shape(), point.window, point.sinks, int(args.kv_gib * 2**30))
+                measured = llm.collective_rpc("measure_choice", args=given)[0]
+                if measured is None:
+                    too_large += 1
+                else:
+                    rows.append(row_of(point, measured, args.heads))
     wrong = [row for row in rows if not row["relative_difference"] <= AGREEMENT]
     if wrong or not rows:
         console.print(f"[red]outputs differ, no speed is reported:[/] {wrong[:3]}", soft_wrap=True)
