@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+# Environment of an engine in processes of its own, as users run it.
+APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 SMOLLM2 = ROOT / ".models" / "SmolLM2-135M-Instruct"
 
 

@@ -25,8 +25,8 @@ def build(output: Path, model: Path, tokens: list[int], *options: str, **env: st
 def run_relay(*arguments: Any, status: int = 0, **env: str) -> str:
     """Run `vllm-relay`; returns what it printed, on both channels.
 
-    Commands that start an engine are forked as `run_engine`'s, unless there is an `env`: an engine
-    says more at its end there.
+    Commands that start an engine are forked as `run_engine`'s, unless there is an `env`. A forked
+    process may add lines to the output of others.
     """
     forked = arguments[0] in ("build", "verify") and not env
     run = run_forked if forked else partial(run_apart, **env)

@@ -13,7 +13,7 @@ from openai import OpenAI
 
 from benchmarks.harness.environment import OFFLINE
 from benchmarks.harness.random_model import write_random_model
-from tests.engine.engine import SMOLLM2, environment, run_engine
+from tests.engine.engine import APART, SMOLLM2, environment, run_engine
 from vllm_relay.serving.processes import beside_python, serving
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -22,7 +22,6 @@ SMALL = ["--max-model-len", "2048", "--enforce-eager", "--max-num-seqs", "16"]
 # Without it vLLM kills its workers when a server stops, before they can report.
 IN_ORDER = ["--shutdown-timeout", "60"]
 # The engine in a process of its own.
-APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 SETTINGS = {"relay": {"min_saved_tokens": 0}}
 PREFIX = "You are a careful assistant. Answer in one short sentence. " * 25
 

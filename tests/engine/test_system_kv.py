@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.harness.random_model import LAYERS, VOCABULARY, write_random_model
+from tests.engine.engine import APART
 from tests.engine.system_kv import BLOCK, build, run_program, run_relay
 from vllm_relay.system_kv.file import SystemKVFile, write_file
 from vllm_relay.system_kv.manifest import tensor_names
@@ -292,8 +293,7 @@ def test_an_engine_that_does_not_start_is_explained_in_the_last_line(
     source = tmp_path / "prompt.json"
     source.write_text(str(TOKENS))
     given = ("--model", broken, "--token-ids", source, "-o", tmp_path)
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as users run it
-    text = run_relay("build", *given, *OPTIONS, status=1, **env)
+    text = run_relay("build", *given, *OPTIONS, status=1, **APART)
     last = text.splitlines()[-1]
     assert last.startswith(
         "vllm-relay: the engine failed: safetensors._safetensors_rust.SafetensorError: "

@@ -13,6 +13,7 @@ import transformers
 
 from benchmarks.harness.architectures import ARCHITECTURES, WINDOW
 from benchmarks.harness.random_model import VOCABULARY, write_model
+from tests.engine.engine import APART
 from tests.engine.models import skip_where_not_served
 from tests.engine.system_kv import run_program, run_relay
 from vllm_relay.system_kv.file import SystemKVFile
@@ -168,8 +169,7 @@ def test_a_build_of_a_model_with_states_is_refused_with_the_engines_limit(mamba:
     source.write_text(json.dumps(TOKENS))
     output = mamba.parent / "acme.relay"
     given = ("--model", mamba, "--token-ids", source, "-o", output)
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as users run it
-    text = run_relay("build", *given, *OPTIONS, status=1, **env)
+    text = run_relay("build", *given, *OPTIONS, status=1, **APART)
     assert text.splitlines()[-1] == (
         "vllm-relay: system KVs cannot be used: vLLM has no call that writes the state of Mamba, "
         "gated-delta or convolution layers into a KV block; do_kv_cache_update takes keys and "

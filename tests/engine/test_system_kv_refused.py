@@ -16,8 +16,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from benchmarks.harness.environment import OFFLINE
-from tests.engine.engine import SMOLLM2, environment, run_forked
-from tests.engine.system_kv import run_relay
+from tests.engine.engine import APART, SMOLLM2, environment
+from tests.engine.system_kv import run_program, run_relay
 from vllm_relay import register
 from vllm_relay.serving.processes import beside_python, serving
 from vllm_relay.system_kv import identity
@@ -42,8 +42,7 @@ def good(folder: Path) -> Path:
     (folder / "bakery.txt").write_text(MESSAGE)
     output = folder / "bakery.relay"
     source = ("--system-prompt", folder / "bakery.txt")
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as users run it
-    text = run_relay("build", "--model", SMOLLM2, *source, "-o", output, *SMALL, **env)
+    text = run_relay("build", "--model", SMOLLM2, *source, "-o", output, *SMALL, **APART)
     assert re.search(r"bakery.relay: \d+ tokens, \d+\.\d MB", text)
     assert re.search(r"\d+ tokens in 1 step, \d+\.\d s, [\d,]+ tokens/s", text)
     return output
@@ -361,11 +360,8 @@ def test_an_engine_does_not_start_over_its_budget(
         "block_size": 64,
         "num_gpu_blocks_override": blocks,
     }
-    spec, result = tmp_path / "spec.json", tmp_path / "result.json"
-    spec.write_text(json.dumps({"engine": engine, "program": []}))
-    script = Path(__file__).with_name("run_system_kv.py")
-    status, log = run_forked(script, [str(spec), str(result)], tmp_path)
-    assert status != 0 and re.search(said, log)
+    with pytest.raises(AssertionError, match=said):
+        run_program(tmp_path, engine, [])
 
 
 def test_a_server_told_to_skip_starts_without_the_bad_file_and_with_the_good_one(
