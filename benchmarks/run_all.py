@@ -48,13 +48,21 @@ RUNS = (
         "--prefix 64 2048 --requests 16 --repeats 3 --eager",
         "--prefix 64 128 256 512 1024 2048 4096 8192 --mix 64 128 --mix 128 256 --mix 256 512",
     ),
-    Run("fewshot", "--subjects 2 --examples 0 20 --questions 16 --repeats 3 --eager", ""),
+    Run(
+        "fewshot",
+        "--subjects 2 --examples 0 20 --questions 16 --repeats 3 --eager",
+        "--without stock-no-caching",
+    ),
     Run(
         "needles",
         "--document 2048 --questions 1 16 --repeats 3 --min-seconds 25 --eager",
         "--document 6144 --questions 1 2 4 8 16 32 64",
     ),
-    Run("completions", "--samples 1 8 40 --prompt-tokens 512 --repeats 1 --eager", ""),
+    Run(
+        "completions",
+        "--samples 1 8 40 --prompt-tokens 512 --repeats 1 --eager",
+        "--without stock-no-caching",
+    ),
     Run("prepacking", "--prompts 8 --repeats 3 --eager", "--prompts 32 --repeats 5"),
     Run(
         "tree",

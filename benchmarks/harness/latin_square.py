@@ -190,8 +190,13 @@ def compare(
     return measured
 
 
-def add_options(parser: argparse.ArgumentParser, repeats: int) -> None:
-    """Adds the options of every comparison of engines."""
+def add_options(parser: argparse.ArgumentParser, repeats: int, keys: Sequence[str] = ()) -> None:
+    """Adds the options of every comparison of engines; ``keys``: systems that `run` compares."""
+    if keys:
+        others = [key for key in keys if key != REFERENCE]
+        parser.add_argument(
+            "--without", nargs="+", choices=others, default=[], help="systems to leave out"
+        )
     parser.add_argument(
         "--repeats", type=at_least(1), default=repeats, help="measured rounds per workload"
     )
@@ -214,12 +219,13 @@ def run(comparison: Comparison, model: Path, args: argparse.Namespace) -> int:
     """
     console = make_console()
     rows: list[Row] = []
+    keys = [key for key in comparison.keys if key not in args.without]
     with ExitStack() as stack:
-        with step(console, f"{len(comparison.keys)} engines") as report:
+        with step(console, f"{len(keys)} engines") as report:
             started = stack.enter_context(
                 engines(
                     model,
-                    comparison.keys,
+                    keys,
                     comparison.limits,
                     prefixes=comparison.prefixes,
                     report=report,

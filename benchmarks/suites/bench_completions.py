@@ -21,6 +21,8 @@ from benchmarks.harness.environment import model_path
 from benchmarks.harness.latin_square import Comparison, Round, Workload, add_options, run
 from vllm_relay.serving.systems import FOUR
 
+# Prompts change with every round, so no file can hold their KV.
+KEYS = tuple(key for key in FOUR if key != "relay-system-kv")
 # Of the tokens that prompts are made of, which every model has.
 VOCABULARY = 2048
 # Samples of a prompt from which on relay has to relay steps.
@@ -56,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=48, help="of each sample")
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--kv-tokens", type=int, default=65536, help="of the KV cache")
-    add_options(parser, repeats=3)
+    add_options(parser, repeats=3, keys=KEYS)
     args = parser.parse_args(argv)
     equal = [
         make_workload("equal", max(1, args.batch // samples), samples, args)
@@ -71,9 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     title = f"completions of {args.prompt_tokens:,} tokens"
     columns = ("batch", "samples", "prompts")
-    # Prompts change with every round, so no file can hold their KV.
-    keys = tuple(key for key in FOUR if key != "relay-system-kv")
-    comparison = Comparison("completions", title, columns, keys, limits, [*equal, *largest])
+    comparison = Comparison("completions", title, columns, KEYS, limits, [*equal, *largest])
     return run(comparison, args.model or model_path(), args)
 
 

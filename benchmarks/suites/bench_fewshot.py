@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--questions", type=int, default=32, help="per subject and round")
     parser.add_argument("--steps", type=int, default=8, help="tokens of each answer")
     parser.add_argument("--at-once", type=int, default=32, help="requests in a step, at most")
-    add_options(parser, repeats=3)
+    add_options(parser, repeats=3, keys=FOUR)
     args = parser.parse_args(argv)
     model = args.model or model_path()
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))

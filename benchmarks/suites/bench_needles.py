@@ -20,6 +20,7 @@ from benchmarks.harness.environment import ROOT, model_path
 from benchmarks.harness.latin_square import Comparison, Round, Workload, add_options, run
 from vllm_relay.serving.systems import FOUR
 
+KEYS = (*FOUR, "no-attention")
 NAMES = (
     *("Anna", "Boris", "Clara", "Dmitri", "Elena", "Fedor", "Galina", "Hugo", "Irina", "Jakob"),
     *("Katya", "Leo", "Marya", "Nikolai", "Olga", "Pavel", "Quentin", "Rosa", "Sonya", "Timur"),
@@ -94,7 +95,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--facts", type=int, default=16)
     parser.add_argument("--questions", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=16, help="tokens of each answer")
-    add_options(parser, repeats=3)
+    add_options(parser, repeats=3, keys=KEYS)
     return parser.parse_args(argv)
 
 
@@ -106,9 +107,8 @@ def main(argv: list[str] | None = None) -> int:
     tokenizer = AutoTokenizer.from_pretrained(model)
     prefix, cases = make_workloads(tokenizer, args)
     limits = Limits(len(prefix) + 64 + args.steps, max(args.questions), eager=args.eager)
-    keys = (*FOUR, "no-attention")
     title, columns = f"questions about {args.document:,} tokens", ("questions", "right")
-    comparison = Comparison("needles", title, columns, keys, limits, cases, [prefix])
+    comparison = Comparison("needles", title, columns, KEYS, limits, cases, [prefix])
     return run(comparison, model, args)
 
 

@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         help="also this fixed mix, with every prefix",
     )
     parser.add_argument("--requests", type=int, default=32)
-    add_options(parser, repeats=3)
+    add_options(parser, repeats=3, keys=FOUR)
     args = parser.parse_args(argv)
     model = args.model or model_path()
     vocabulary = 2048  # of the tokens that prompts are made of, which every model has

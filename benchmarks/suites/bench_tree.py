@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--own", type=int, default=16, help="tokens that each sample adds")
     parser.add_argument("--steps", type=int, default=24, help="tokens each sample produces")
     add_heads(parser)
-    add_options(parser, repeats=5)
+    add_options(parser, repeats=5, keys=KEYS)
     args = parser.parse_args(argv)
     limits = Limits(
         args.examples + max(args.problem) + args.own + args.steps,
