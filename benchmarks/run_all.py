@@ -35,6 +35,7 @@ class Run:
 
 
 LITTLE_TO_GAIN = "--also 1 8192 64 --also 32 256 64 --also 4 256 2048"
+OTHER_HEADS = "--also-heads 16 16 128 --also-heads 16 2 128 --also-heads 16 1 128"
 RUNS = (
     Run(
         "serving",
@@ -75,6 +76,7 @@ RUNS = (
         f"--shared 8192 2048 0 --repeats 3 --min-seconds 15 --steps 16 {LITTLE_TO_GAIN} --eager",
         f"--shared 16384 8192 4096 2048 1024 0 {LITTLE_TO_GAIN}",
     ),
+    Run("decode", None, f"--shared 8192 0 --heads 16 4 128 {OTHER_HEADS} --repeats 5"),
     Run("prediction", None, ""),
 )
 

@@ -110,6 +110,12 @@ SECTIONS = (
         lambda row: "no_attention_step_ms" in row,
     ),
     Section(
+        "decode-heads", "Decode steps of MHA, GQA and MQA",
+        "Models that differ in KV heads only. With fewer, vLLM reads less for every request, while "
+        "the arithmetic stays the same: less to gain from one read for all.",
+        decode_figures.heads, decode_figures.decode_ratios, "",
+    ),
+    Section(
         "attention", "Attention of a whole step, and the theory",
         "vLLM's attention and relay's on the same step, always relayed, with caches flushed before "
         "every call or warm from the previous one; the prefix is packed beforehand. With short "

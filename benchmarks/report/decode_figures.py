@@ -41,11 +41,50 @@ def decode(rows: list[Row], path: Path) -> str:
     )  # fmt: skip
     axes.xaxis.set_major_formatter("{x:,.0f}")
     finish(figure, axes, path)
+    return _table(rows)
+
+
+def heads(rows: list[Row], path: Path) -> str:
+    """Step time by the query heads and KV heads of models, most KV heads first."""
+    rows = sorted(rows, key=lambda row: (-row["kv_heads"], -row["shared_tokens"]))
+    shared = rows[0]["shared_tokens"]
+    shown = [row for row in rows if row["shared_tokens"] == shared]
+    row = shown[0]
+    figure, axes = axes_of(
+        f"{row['requests']} requests under {shared:,} tokens with {row['own_tokens']} tokens each, "
+        f"{row['layers']} layers, heads of {row['head_size']}",
+        "query heads/KV heads of the model",
+        "milliseconds per decode step (median; min to max)",
+    )
+    at = range(len(shown))
+    for number, key in enumerate(("stock", "relay")):
+        name = f"{key}_step_ms"
+        axes.bar(
+            [x + 0.4 * (number - 0.5) for x in at],
+            [row[name] for row in shown],
+            0.38,
+            yerr=spread(shown, name, f"{name}_min", f"{name}_max"),
+            capsize=3,
+            label=label(key),
+            color=COLOURS[key],
+        )
+    bare = [row["no_attention_step_ms"] for row in shown]
+    axes.hlines(
+        bare, [x - 0.4 for x in at], [x + 0.4 for x in at],
+        colors="black", linestyles="--", label=label("no-attention"),
+    )  # fmt: skip
+    axes.set_xticks(at, [f"{row['query_heads']}/{row['kv_heads']}" for row in shown])
+    finish(figure, axes, path)
+    return _table(rows)
+
+
+def _table(rows: list[Row]) -> str:
     return table(
-        ["requests", "shared tokens", "own tokens", "vLLM, tokens/s", "relay, tokens/s",
+        ["heads", "requests", "shared tokens", "own tokens", "vLLM, tokens/s", "relay, tokens/s",
          "no attention, tokens/s", "times vLLM", "least to most", "steps relayed", "logprob rms"],
         (
             [
+                f"{row['query_heads']}/{row['kv_heads']}",
                 row["requests"],
                 f"{row['shared_tokens']:,}",
                 f"{row['own_tokens']:,}",
@@ -65,8 +104,8 @@ def decode(rows: list[Row], path: Path) -> str:
 def decode_ratios(rows: list[Row]) -> list[Ratio]:
     return [
         Ratio(
-            f"requests {row['requests']}, shared tokens {row['shared_tokens']:,}, own tokens "
-            f"{row['own_tokens']:,}",
+            f"{row['query_heads']}/{row['kv_heads']} heads, requests {row['requests']}, shared "
+            f"tokens {row['shared_tokens']:,}, own tokens {row['own_tokens']:,}",
             kind_of(row),
             "relay",
             row["ratio"],

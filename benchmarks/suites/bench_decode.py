@@ -3,7 +3,7 @@
     python benchmarks/suites/bench_decode.py --shared 8192 2048 0 --save
 
 ``--also`` adds workloads with little to gain: one request alone, a short prefix, contexts much
-longer than the prefix.
+longer than the prefix. ``--also-heads`` adds models: MHA, GQA and MQA side by side.
 
 The model has 4 layers, by default with 16 query and 16 KV heads of size 128 (attention weighs most
 in that shape), and random weights of realistic scale; ``--model`` takes a real one in its place.
@@ -17,9 +17,9 @@ import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -36,7 +36,8 @@ from benchmarks.harness.latin_square import (
     checked,
     save_engines,
 )
-from benchmarks.harness.random_model import LAYERS, VOCABULARY, write_random_model
+from benchmarks.harness.random_model import VOCABULARY, write_random_model
+from benchmarks.harness.result_csv import Row
 from benchmarks.harness.terminal import add_heads, at_least, make_console, step
 from vllm_relay.serving.agreement import WrongAnswers
 
@@ -57,15 +58,18 @@ def make_workload(requests: int, shared: int, own: int, steps: int, prefill: boo
 
 
 def row_of(
-    measured: Measured, workload: Workload, gemm_rate: float, args: argparse.Namespace
-) -> dict[str, Any]:
+    model: Path, measured: Measured, workload: Workload, gemm_rate: float, args: argparse.Namespace
+) -> Row:
+    config = json.loads((model / "config.json").read_text())
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // heads
     rates = measured.decode_tok_s
     ratios = [r / s for r, s in zip(rates["relay"], rates["stock"], strict=True)]
     stock, relay, ceiling = (statistics.median(rates[key]) for key in KEYS)
     gemm = gemm_rate / 1e9
     requests = workload.columns["requests"]
     attended = requests * workload.columns["shared_tokens"]
-    operations = 4 * args.layers * args.heads[0] * args.heads[2] * attended
+    operations = 4 * layers * heads * size * attended
     counted = measured.counted["relay"]
     spread = {
         f"{key}_step_ms_{name}": round(1e3 * requests / of(rates[key]), 3)
@@ -74,10 +78,10 @@ def row_of(
     }
     return {
         "model": args.model.name if args.model else "random",
-        "layers": args.layers,
-        "query_heads": args.heads[0],
-        "kv_heads": args.heads[1],
-        "head_size": args.heads[2],
+        "layers": layers,
+        "query_heads": heads,
+        "kv_heads": config["num_key_value_heads"],
+        "head_size": size,
         **workload.columns,
         "steps": args.steps,
         "rounds": len(ratios),
@@ -101,6 +105,32 @@ def row_of(
     }
 
 
+def measure(
+    model: Path, given: Sequence[tuple[int, int, int]], args: argparse.Namespace, console: Console
+) -> list[Row]:
+    """A row for each of these workloads (requests, shared tokens, own tokens), by three engines.
+
+    Raises:
+        WrongAnswers: a system's answers are not the baseline's.
+    """
+    limits = Limits(
+        max(shared + own for _, shared, own in given) + args.steps,
+        max(requests for requests, _, _ in given),
+        eager=args.eager,
+    )
+    settings = {} if args.min_saved_tokens is None else {"min_saved_tokens": args.min_saved_tokens}
+    rows = []
+    with ExitStack() as stack:
+        with step(console, f"{len(KEYS)} engines") as report:
+            started: dict[str, Engine] = stack.enter_context(
+                engines(model, KEYS, limits, settings=settings, report=report)
+            )
+        for workload in (make_workload(*numbers, args.steps, args.prefill) for numbers in given):
+            measured = checked(started, workload, args, console)
+            rows.append(row_of(model, measured, workload, started["relay"].gemm_rate(), args))
+    return rows
+
+
 def prefill_columns(seconds: dict[str, list[float]]) -> dict[str, float]:
     """Medians, and that of the ratio of relay's time to vLLM's."""
     stock, relay = seconds["stock"], seconds["relay"]
@@ -113,9 +143,10 @@ def prefill_columns(seconds: dict[str, list[float]]) -> dict[str, float]:
     }
 
 
-def show(console: Console, rows: list[dict[str, Any]]) -> None:
+def show(console: Console, rows: list[Row]) -> None:
     table = Table(title="Decode throughput, tokens per second (medians)")
     for heading in (
+        "heads",
         "requests",
         "shared",
         "own",
@@ -133,6 +164,7 @@ def show(console: Console, rows: list[dict[str, Any]]) -> None:
         table.add_column("prefill time", justify="right")
     for r in rows:
         table.add_row(
+            f"{r['query_heads']}/{r['kv_heads']}",
             str(r["requests"]),
             f"{r['shared_tokens']:,}",
             f"{r['own_tokens']:,}",
@@ -178,45 +210,36 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--model", type=Path, help="folder of a real model in place of a random one"
     )
+    parser.add_argument(
+        "--also-heads",
+        type=int,
+        nargs=3,
+        action="append",
+        default=[],
+        metavar=("QUERY", "KV", "SIZE"),
+        help="also a random model with these heads, in a CSV named decode-heads",
+    )
     parser.add_argument("--min-saved-tokens", type=int, help="the setting of that name")
     parser.add_argument(
         "--prefill", action="store_true", help="time the prompts too: every round computes them"
     )
     args = parser.parse_args(argv)
     console = make_console()
-    settings = {} if args.min_saved_tokens is None else {"min_saved_tokens": args.min_saved_tokens}
+    given = [(args.requests, shared, args.own) for shared in args.shared]
+    given += map(tuple, args.also)
     rows = []
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        if args.model is None:
-            args.layers = LAYERS
-            model = write_random_model(Path(folder), *args.heads)
-        else:
-            model = args.model
-            config = json.loads((model / "config.json").read_text())
-            args.layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-            size = config.get("head_dim") or config["hidden_size"] // heads
-            args.heads = [heads, config["num_key_value_heads"], size]
-        given = [(args.requests, shared, args.own) for shared in args.shared]
-        given += map(tuple, args.also)
-        limits = Limits(
-            max(shared + own for _, shared, own in given) + args.steps,
-            max(requests for requests, _, _ in given),
-            eager=args.eager,
-        )
-        with step(console, f"{len(KEYS)} engines") as report:
-            started: dict[str, Engine] = stack.enter_context(
-                engines(model, KEYS, limits, settings=settings, report=report)
-            )
-        for workload in (make_workload(*numbers, args.steps, args.prefill) for numbers in given):
-            try:
-                measured = checked(started, workload, args, console)
-            except WrongAnswers as error:
-                console.print(str(error), style="red", markup=False, soft_wrap=True)
-                return 1
-            rows.append(row_of(measured, workload, started["relay"].gemm_rate(), args))
+    try:
+        for heads in (args.heads, *args.also_heads):
+            with tempfile.TemporaryDirectory() as folder:
+                model = args.model or write_random_model(Path(folder), *heads)
+                rows += measure(model, given, args, console)
+    except WrongAnswers as error:
+        console.print(str(error), style="red", markup=False, soft_wrap=True)
+        return 1
     show(console, rows)
     if args.save:
-        save_engines(console, "decode", rows, args.eager)
+        name = "decode-heads" if args.also_heads else "decode"
+        save_engines(console, name, rows, args.eager)
     return 0
 
 

@@ -115,6 +115,17 @@ def test_decode_is_measured_and_the_report_names_what_gains_little(
         assert f"### {kind}" in report
 
 
+def test_models_that_differ_in_heads_are_measured_side_by_side(
+    results: Path, shared: None, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_decode, "write_random_model", lambda folder, *heads: model)
+    options = "--shared 256 --own 8 --requests 4 --steps 4 --repeats 1 --also-heads 8 1 64 --save"
+    assert bench_decode.main(options.split()) == 0
+    path, rows = read(results, "decode-heads")
+    assert len(rows) == 2
+    assert "## Decode steps of MHA, GQA and MQA" in assert_reported(results, path)
+
+
 def test_attention_is_measured_beside_the_theory(results: Path) -> None:
     options = "--threads 1 --rounds 2 --heads 4 2 64 --steps 128 256 --save --contexts"
     assert bench_attention.main([*options.split(), "32 x 64"]) == 0
