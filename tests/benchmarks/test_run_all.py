@@ -54,14 +54,14 @@ def test_the_whole_grid_goes_on_where_it_was_ended(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = next(run for run in run_all.RUNS if run.name == "decode")
-    command = f"python benchmarks/suites/bench_decode.py {run.full} --save"
+    run = next(run for run in run_all.RUNS if run.name == "needles")
+    command = f"python benchmarks/suites/bench_needles.py {run.full} --save"
     row = {**provenance(), "command": command, "revision": "now", **changed}
     monkeypatch.setattr(run_all, "RESULTS", tmp_path)
     monkeypatch.setattr(run_all, "ROOT", tmp_path)
-    write_csv(tmp_path / "decode.csv", [{"system": "relay"}], row)
+    write_csv(tmp_path / "needles.csv", [{"system": "relay"}], row)
     monkeypatch.setattr(run_all, "same_code", lambda then: then == "now")
-    monkeypatch.setattr("sys.argv", ["run_all.py", "--full", "--only", "decode", *flags])
+    monkeypatch.setattr("sys.argv", ["run_all.py", "--full", "--only", "needles", *flags])
     assert run_all.main() == 0
     assert len(commands) == count + 1  # and the report
 
