@@ -8,7 +8,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env model sources demo test test-fast test-models test-engines soak check docs wheels bench bench-full clean
+.PHONY: help env model llama sources demo test test-fast test-models test-engines soak check docs wheels bench bench-full clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -18,6 +18,9 @@ env:  ## virtual environment with the pinned engine, in .venv
 
 model: env  ## SmolLM2-135M-Instruct as a folder, in .models
 	@$(VENV)/bin/python tools/make_model.py
+
+llama: model  ## llama.cpp's server from its sources, and the model for it, in .llama.cpp
+	@$(VENV)/bin/python tools/make_llama_cpp.py
 
 sources: env  ## Python files of the oldest and the newest CUDA engine, and an older Triton, in .engines
 	@$(VENV)/bin/python tools/engine_sources.py
@@ -58,7 +61,7 @@ wheels:  ## manylinux wheel with the CPU kernels and source distribution, in dis
 bench: env model  ## what relay brings, and where it does not: all benchmarks on a small grid, and REPORT.md
 	$(VENV)/bin/python benchmarks/run_all.py
 
-bench-full: env model  ## the same on the whole grid: hours
+bench-full: env model llama  ## the same on the whole grid: hours
 	$(VENV)/bin/python benchmarks/run_all.py --full
 
 clean:  ## remove caches and build output; environments and model stay

@@ -52,7 +52,7 @@ RUNS = (
     Run(
         "fewshot",
         "--subjects 2 --examples 0 20 --questions 16 --repeats 3 --eager",
-        "--without stock-no-caching",
+        "--examples 0 20 --without stock-no-caching",
     ),
     Run(
         "needles",
@@ -64,6 +64,7 @@ RUNS = (
         "--samples 1 8 40 --prompt-tokens 512 --repeats 1 --eager",
         "--without stock-no-caching",
     ),
+    Run("llama_cpp", None, ""),
     Run("prepacking", "--prompts 8 --repeats 3 --eager", "--prompts 32 --repeats 5"),
     Run(
         "tree",
@@ -76,8 +77,8 @@ RUNS = (
         f"--shared 8192 2048 0 --repeats 3 --min-seconds 15 --steps 16 {LITTLE_TO_GAIN} --eager",
         f"--shared 16384 8192 4096 2048 1024 0 {LITTLE_TO_GAIN}",
     ),
-    Run("decode", None, f"--shared 8192 0 --heads 16 4 128 {OTHER_HEADS} --repeats 5"),
-    Run("prediction", None, ""),
+    Run("decode", None, f"--shared 8192 0 --heads 16 4 128 {OTHER_HEADS} --repeats 5 --steps 24"),
+    Run("prediction", None, "--repeats 3 --steps 16"),
 )
 
 

@@ -96,6 +96,12 @@ def questions(count: int) -> list[str]:
     return asked[:count]
 
 
+def asked(count: int, mark: str) -> list[str]:
+    """Questions, all different, and different from those with another mark."""
+    topics = questions(min(count, 96))
+    return [f"{topics[i % len(topics)]} ({mark}, {i})" for i in range(count)]
+
+
 def parting(first: ChatAnswer, second: ChatAnswer) -> int | None:
     """Index of the first token that differs, one past the shorter answer included; None without."""
     both = min(len(first.tokens), len(second.tokens))

@@ -5,7 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.harness.result_csv import Row
-from benchmarks.report import attention_figures, comparison_figures, decode_figures
+from benchmarks.report import (
+    attention_figures,
+    comparison_figures,
+    decode_figures,
+    llama_cpp_figures,
+)
 from benchmarks.report.markdown import Ratio
 
 
@@ -85,6 +90,14 @@ SECTIONS = (
         "are compared in a greedy round before the measured ones. Prompts are new in every round: "
         "times include their prefill.",
         comparison_figures.completions, comparison_figures.case_ratios,
+    ),
+    Section(
+        "llama_cpp", "llama.cpp beside vLLM and relay",
+        "What many run on a CPU: llama.cpp's server, built for this machine from the sources that "
+        "the PyPI package llama-cpp-python holds, with the same weights in bf16 and the same "
+        "prompts, at the fastest of its settings (second table). Chats arrive at once, their "
+        "system prompt in every server's cache.",
+        llama_cpp_figures.draw, lambda rows: [],
     ),
     Section(
         "prepacking", "Prompts of different lengths, packed",

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.harness.chat import licence_prompt, questions
+from benchmarks.harness.chat import asked, licence_prompt
 from benchmarks.harness.environment import HUGE_PAGES, kv_gib, model_path
 from benchmarks.harness.latin_square import save_engines
 from benchmarks.harness.terminal import add_eager, add_save, at_least, make_console, step
@@ -46,12 +46,6 @@ def chats(system: str, tokenizer: Any, args: argparse.Namespace, rate: float) ->
         return comparison.Load(rate, count, args.tokens, prompts=prompts)
 
     return make
-
-
-def asked(count: int, mark: str) -> list[str]:
-    """Questions, all different, and different from those with another mark."""
-    topics = questions(min(count, 96))
-    return [f"{topics[i % len(topics)]} ({mark}, {i})" for i in range(count)]
 
 
 def requests_at(rate: float, args: argparse.Namespace) -> int:

@@ -1,0 +1,46 @@
+"""llama.cpp's server, as `make llama` builds it, with the demo model's weights in bf16."""
+
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+from benchmarks.harness.environment import ROOT
+from vllm_relay.serving.processes import Process, Server, free_port
+
+FOLDER = ROOT / ".llama.cpp"
+# Settings of attention and the KV cache: name -> options.
+SETTINGS = {
+    f"flash attention {flash}, {kv} KV, {'one buffer' if unified else 'a buffer per slot'}": [
+        *("--flash-attn", flash, "--cache-type-k", kv, "--cache-type-v", kv),
+        "--kv-unified" if unified else "--no-kv-unified",
+    ]
+    for flash, kv, unified in product(("off", "on"), ("f16", "bf16"), (True, False))
+}
+
+
+class LlamaServer(Server):
+    """``llama-server`` on a free local port.
+
+    Args:
+        model: folder of the model that the weights are of: the client takes its tokenizer.
+        slots: requests served at once. tokens: of each, the prompt's and the answer's.
+        flags: of `SETTINGS`.
+
+    Raises:
+        FileNotFoundError: it was not built.
+    """
+
+    def __init__(
+        self, model: Path, slots: int, tokens: int, threads: int, flags: Sequence[str], log: Path
+    ) -> None:
+        program, weights = FOLDER / "llama-server", FOLDER / f"{model.name}-bf16.gguf"
+        for path in (program, weights):
+            if not path.is_file():
+                raise FileNotFoundError(f"no {path.name} in .llama.cpp: run `make llama`")
+        port = str(free_port())
+        self.url, self.model, self.name = f"http://127.0.0.1:{port}", model, str(model)
+        command = [str(program), "--model", str(weights), "--host", "127.0.0.1", "--port", port]
+        command += ["--parallel", str(slots), "--ctx-size", str(slots * tokens)]
+        # The memory for prompts that no slot holds would be for nothing: each slot keeps its own.
+        command += ["--threads", str(threads), "--no-ui", "--cache-ram", "0", *flags]
+        Process.__init__(self, command, log, None)

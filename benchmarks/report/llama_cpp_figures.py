@@ -1,0 +1,96 @@
+"""Figure and tables of vLLM, relay and llama.cpp on a CPU."""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.harness.result_csv import Row
+from benchmarks.report.figure_style import COLOURS, close, label, panels_of
+from benchmarks.report.markdown import table
+from vllm_relay.serving.systems import SYSTEMS
+
+# Threads, shared tokens, requests -> system -> a row per round.
+Grid = dict[tuple[int, int, int], dict[str, list[Row]]]
+
+
+def draw(rows: list[Row], path: Path) -> str:
+    """Tokens per second by threads, shared length and requests; llama.cpp's settings below."""
+    grid: Grid = {}
+    for row in (row for row in rows if row["part"] == "grid"):
+        case = row["threads"], row["shared_tokens"], row["requests"]
+        grid.setdefault(case, {}).setdefault(row["system"], []).append(row)
+    _figure(grid, path)
+    tried: dict[tuple[int, str], list[Row]] = {}
+    for row in (row for row in rows if row["part"] == "settings"):
+        tried.setdefault((row["threads"], row["settings"]), []).append(row)
+    settings = table(
+        ["threads", "llama.cpp's settings", "tokens/s", "TTFT, s", "TPOT, ms"],
+        ([threads, name, *_cells([found])] for (threads, name), found in tried.items()),
+    )
+    return f"{_grid_table(grid)}\n{settings}"
+
+
+def _grid_table(grid: Grid) -> str:
+    systems = list(next(iter(grid.values())))
+    names = " / ".join(map(_name, systems))
+    first: Counter[str] = Counter()
+    lines = []
+    for (threads, shared, requests), found in grid.items():
+        best = max(systems, key=lambda x: _median(found[x], "tokens_per_s"))
+        first[_name(best)] += 1
+        cells = _cells(found[x] for x in systems)
+        lines.append([threads, f"{shared:,}", requests, *cells, _name(best)])
+    headings = ["threads", "shared tokens", "requests", "tokens/s", "TTFT, s", "TPOT, ms", "most"]
+    counts = ", ".join(f"{name} in {count}" for name, count in first.most_common())
+    return (
+        f"{names}; medians of rounds:\n\n{table(headings, lines)}\n"
+        f"Most tokens per second of {len(grid)} cases: {counts}.\n"
+    )
+
+
+def _cells(found: Iterable[Sequence[Row]]) -> list[str]:
+    """Medians of some systems: tokens per second, TTFT, TPOT."""
+    runs = list(found)
+    return [
+        " / ".join(f"{_median(rows, 'tokens_per_s'):,.0f}" for rows in runs),
+        " / ".join(f"{_median(rows, 'ttft_p50_s'):.2f}" for rows in runs),
+        " / ".join(f"{1e3 * _median(rows, 'tpot_p50_s'):.0f}" for rows in runs),
+    ]
+
+
+def _figure(grid: Grid, path: Path) -> None:
+    systems = list(next(iter(grid.values())))
+    all_threads = list(dict.fromkeys(case[0] for case in grid))
+    figure, panels = panels_of(len(all_threads))
+    for axes, threads in zip(panels, all_threads, strict=True):
+        cases = [case for case in grid if case[0] == threads]
+        for number, system in enumerate(systems):
+            runs = [[row["tokens_per_s"] for row in grid[case][system]] for case in cases]
+            middle = [statistics.median(run) for run in runs]
+            below = [x - min(run) for x, run in zip(middle, runs, strict=True)]
+            above = [max(run) - x for x, run in zip(middle, runs, strict=True)]
+            axes.bar(
+                [x + 0.28 * (number - 1) for x in range(len(cases))],
+                middle,
+                0.26,
+                yerr=(below, above),
+                capsize=2,
+                color=COLOURS.get(system, "C4"),
+                label=_name(system) if axes is panels[0] else None,
+            )
+        axes.set_title(f"{threads} {'thread' if threads == 1 else 'threads'}", fontsize="medium")
+        axes.set_xticks(range(len(cases)), [f"{shared:,}\n{n}" for _, shared, n in cases])
+        axes.set_xlabel("shared tokens, requests at once")
+        axes.set_ylabel("tokens per second (median; min to max)")
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize="small")
+    figure.savefig(path, dpi=150)
+    close(figure)
+
+
+def _median(rows: Sequence[Row], name: str) -> float:
+    return float(statistics.median(row[name] for row in rows))
+
+
+def _name(system: str) -> str:
+    return label(system) if system in SYSTEMS else system

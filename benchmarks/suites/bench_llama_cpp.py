@@ -1,0 +1,248 @@
+"""What a CPU would run instead: llama.cpp's server beside vLLM and relay, on the same prompts.
+
+    make llama && python benchmarks/suites/bench_llama_cpp.py --save
+
+The servers have the same weights in bf16. Chats under one system prompt arrive at once, greedy,
+with `vllm bench serve` as the client; new questions in every round, the system prompt in every
+server's cache. First llama.cpp's settings are tried one after another. The fastest serves the
+grid beside vLLM and relay: all servers are up, one at a time is under load.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.harness import latin_square
+from benchmarks.harness.chat import asked, licence_prompt
+from benchmarks.harness.environment import HUGE_PAGES, kv_gib, model_path
+from benchmarks.harness.llama_cpp import SETTINGS, LlamaServer
+from benchmarks.harness.result_csv import Row
+from benchmarks.harness.terminal import add_eager, add_save, at_least, make_console, step
+from vllm_relay.lifetime import ended_in_order
+from vllm_relay.serving.agreement import WrongAnswers, check
+from vllm_relay.serving.comparison import interleaved, render
+from vllm_relay.serving.processes import Report, Server, kept_logs, serving
+from vllm_relay.serving.systems import REFERENCE, SYSTEMS
+
+LLAMA = "llama.cpp"
+VLLM = (REFERENCE, "relay")
+# Tokens of a chat beside its system prompt and its answer, at most.
+OWN = 96
+# Load by which llama.cpp's settings are chosen: shared tokens, requests.
+TRIED = (1024, 8)
+Ask = Callable[[int, int, int], list[str]]
+
+
+def client(server: Server, prompts: Sequence[str], tokens: int) -> dict[str, Any]:
+    """One run of `vllm bench serve`, in this process: its start takes longer than most loads.
+
+    Raises:
+        RuntimeError: a request failed.
+    """
+    from vllm.benchmarks.serve import add_cli_args, main
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    path = server.log.with_suffix(".jsonl")
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    options = {
+        "base-url": server.url,
+        "model": server.name,
+        "dataset-name": "custom",
+        "dataset-path": path,
+        "custom-output-len": tokens,
+        "num-prompts": len(prompts),
+        "temperature": 0,
+        "percentile-metrics": "ttft,tpot",
+        "extra-body": json.dumps({"add_special_tokens": False}),  # the template has added them
+    }
+    flags = ["--skip-chat-template", "--ignore-eos", "--disable-tqdm", "--save-detailed"]
+    flags += [f"--{name}={value}" for name, value in options.items()]
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    with server.log.with_suffix(".client.log").open("a") as log, redirect_stdout(log):
+        found: dict[str, Any] = main(parser.parse_args(flags))
+    if found["failed"]:
+        why = next(error for error in found["errors"] if error).strip().splitlines()[-1]
+        raise RuntimeError(f"{server.log.stem}: {found['failed']} requests failed: {why}")
+    return found
+
+
+def timed(
+    servers: Mapping[str, Server],
+    ask: Ask,
+    load: tuple[int, int],
+    args: argparse.Namespace,
+    report: Report,
+) -> list[Row]:
+    """A row per system and round of one load; round 0 fills the caches.
+
+    Raises:
+        WrongAnswers: most of a server's answers begin otherwise than the first server's.
+    """
+    rows: list[Row] = []
+    shared, requests = load
+    for number in range(args.repeats + 1):
+        prompts, found = ask(shared, requests, number), {}
+        for key in interleaved(list(servers), number):
+            report(f"{requests} requests, {shared:,} shared tokens, round {number}: {key}")
+            found[key] = client(servers[key], prompts, args.tokens)
+        first = next(iter(servers))
+        for key in servers:
+            texts = (found[key]["generated_texts"], found[first]["generated_texts"])
+            alike = sum(a.split()[:1] == b.split()[:1] for a, b in zip(*texts, strict=True))
+            if 2 * alike < requests:
+                raise WrongAnswers(f"{key}: {alike} of {requests} answers begin as {first}'s")
+            row = {
+                "shared_tokens": shared,
+                "requests": requests,
+                "tokens": args.tokens,
+                "round": number,
+                "system": key,
+                "prompt_tokens": sum(found[key]["input_lens"]),
+                "begin_alike": alike,
+                "tokens_per_s": round(found[key]["output_throughput"], 3),
+                "ttft_p50_s": round(found[key]["median_ttft_ms"] / 1e3, 4),
+                "ttft_p99_s": round(found[key]["p99_ttft_ms"] / 1e3, 4),
+                "tpot_p50_s": round(found[key]["median_tpot_ms"] / 1e3, 5),
+            }
+            rows += [row] if number else []
+    return rows
+
+
+def try_settings(
+    ask: Ask, threads: int, args: argparse.Namespace, folder: Path, report: Report
+) -> list[Row]:
+    """Rows of llama.cpp alone with each of its settings."""
+    rows: list[Row] = []
+    for name, flags in SETTINGS.items():
+        with ExitStack() as stack:
+            server = LlamaServer(
+                args.model, TRIED[1], TRIED[0] + OWN + args.tokens, threads, flags,
+                folder / f"settings-{len(rows)}.log",
+            )  # fmt: skip
+            stack.callback(server.stop)
+            server.wait_ready(report)
+            found = timed({LLAMA: server}, ask, TRIED, args, report)
+            rows += [{"part": "settings", "threads": threads, "settings": name, **x} for x in found]
+    return rows
+
+
+def fastest(rows: Sequence[Row]) -> str:
+    """The settings with the highest median of tokens per second."""
+
+    def median(name: str) -> float:
+        return statistics.median(x["tokens_per_s"] for x in rows if x["settings"] == name)
+
+    return max(dict.fromkeys(row["settings"] for row in rows), key=median)
+
+
+def serve_grid(
+    ask: Ask, threads: int, settings: str, args: argparse.Namespace, folder: Path, report: Report
+) -> list[Row]:
+    """Rows of vLLM, relay and llama.cpp over shared length and requests."""
+    most, longest = max(args.requests), max(args.shared) + OWN + args.tokens
+    flags = ["--max-model-len", str(longest), "--max-num-seqs", str(most)]
+    flags += ["--enforce-eager"] if args.eager else []
+    env = {"VLLM_CPU_KVCACHE_SPACE": str(kv_gib()), **HUGE_PAGES}
+    env["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}" if threads > 1 else "0"
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        servers: dict[str, Server] = {}
+        for key in VLLM:
+            log = folder / f"{key}-{threads}.log"
+            own = [*flags, *SYSTEMS[key].flags()]
+            started = serving(args.model, own, log, env=env, ready=False)
+            servers[key] = stack.enter_context(started)
+        log = folder / f"{LLAMA}-{threads}.log"
+        servers[LLAMA] = LlamaServer(args.model, most, longest, threads, SETTINGS[settings], log)
+        stack.callback(servers[LLAMA].stop)
+        for key, server in servers.items():
+            server.wait_ready(lambda doing, key=key: report(f"{key}: {doing}"), 1800)  # type: ignore[misc]
+        prompts = ask(max(args.shared), most, -1)
+        check({key: servers[key] for key in VLLM}, prompts, report)
+        for shared in args.shared:
+            for requests in args.requests:
+                for row in timed(servers, ask, (shared, requests), args, report):
+                    of_it = settings if row["system"] == LLAMA else ""
+                    rows.append({"part": "grid", "threads": threads, "settings": of_it, **row})
+    return rows
+
+
+def show(console: Console, rows: Sequence[Row]) -> None:
+    table = Table(title="tokens per second (medians of rounds)")
+    for heading in ("threads", "shared", "requests", *VLLM, LLAMA, "TTFT", "TPOT"):
+        table.add_column(heading, justify="right")
+    cells: dict[tuple[int, int, int], dict[str, list[Row]]] = {}
+    for row in (row for row in rows if row["part"] == "grid"):
+        at = row["threads"], row["shared_tokens"], row["requests"]
+        cells.setdefault(at, {}).setdefault(row["system"], []).append(row)
+    for at, found in cells.items():
+
+        def medians(name: str, found: Mapping[str, list[Row]] = found) -> list[float]:
+            return [statistics.median(x[name] for x in found[key]) for key in (*VLLM, LLAMA)]
+
+        table.add_row(
+            *map(str, at),
+            *(f"{x:,.0f}" for x in medians("tokens_per_s")),
+            " / ".join(f"{x:.2f} s" for x in medians("ttft_p50_s")),
+            " / ".join(f"{1e3 * x:.0f} ms" for x in medians("tpot_p50_s")),
+        )
+    console.print(table)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shared", type=int, nargs="+", default=[16, 1024, 4096])
+    parser.add_argument("--requests", type=at_least(1), nargs="+", default=[1, 8, 32])
+    parser.add_argument("--tokens", type=at_least(2), default=32, help="that each request gets")
+    parser.add_argument("--threads", type=at_least(1), nargs="+", default=[1, 2])
+    parser.add_argument("--settings", choices=SETTINGS, help="of llama.cpp, without trying others")
+    parser.add_argument("--repeats", type=at_least(1), default=3)
+    add_eager(parser)
+    add_save(parser)
+    args = parser.parse_args(argv)
+    console, rows = make_console(), []
+    args.model = model_path()
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    plain = Tokenizer.from_file(str(args.model / "tokenizer.json"))
+
+    def ask(shared: int, requests: int, number: int) -> list[str]:
+        system = licence_prompt(plain, shared)
+        return render(tokenizer, system, asked(requests, f"{number}, {shared}"))
+
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(ended_in_order())
+            report = stack.enter_context(step(console, "servers"))
+            folder = stack.enter_context(kept_logs("vllm-relay-llama-"))
+            for threads in args.threads:
+                settings = args.settings
+                if settings is None:
+                    rows += try_settings(ask, threads, args, folder, report)
+                    settings = fastest([row for row in rows if row["threads"] == threads])
+                rows += serve_grid(ask, threads, settings, args, folder, report)
+    except (RuntimeError, FileNotFoundError) as error:
+        console.print(str(error), style="red", markup=False, soft_wrap=True)
+        return 1
+    rows = [{"model": args.model.name, "kv_gib": kv_gib(), **row} for row in rows]
+    show(console, rows)
+    if args.save:
+        latin_square.save_engines(console, "llama_cpp", rows, args.eager)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
