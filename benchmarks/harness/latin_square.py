@@ -35,7 +35,7 @@ class Measured:
         distances: system -> distance from the baseline's answers, the largest of all rounds.
         counted: relay system -> its counters over the rounds, see `vllm_relay.metrics.counters`.
         right: system -> right answers, of `asked` prompts. parted: system -> answers that part from
-        the baseline's.
+        the baseline's. lead: system -> the largest `Distance.lead`.
     """
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -47,6 +47,7 @@ class Measured:
     right: Counter[str] = field(default_factory=Counter)
     asked: int = 0
     parted: Counter[str] = field(default_factory=Counter)
+    lead: dict[str, float] = field(default_factory=dict)
 
     def speed_up(self, key: str) -> tuple[float, float, float]:
         """Speed-up of a system over the baseline: median, minimum and maximum of the rounds."""
@@ -90,6 +91,7 @@ class Measured:
             )
             if self.asked:
                 row |= {"right": self.right[key], "asked": self.asked, "parted": self.parted[key]}
+                row["parted_lead"] = round(self.lead.get(key, 0.0), 5)
             rows.append(row)
         return rows
 
@@ -177,7 +179,9 @@ def compare(
             measured.right.update({k: workload.right(number, x) for k, x in answers.items()})
         for key in answers if not (number and workload.temperature) else ():
             found = distance(answers[key], answers[REFERENCE])
-            measured.parted[key] += found.parted if number else 0
+            if number:
+                measured.parted[key] += found.parted
+                measured.lead[key] = max(measured.lead.get(key, 0.0), found.lead)
             previous = measured.distances.get(key, found)
             measured.distances[key] = max(previous, found, key=lambda x: (not x.agrees, x.rms))
         number += 1

@@ -19,7 +19,7 @@ from benchmarks.report.figure_style import (
 )
 from benchmarks.report.markdown import Ratio, kind_of, shown, table
 from vllm_relay.serving import gains
-from vllm_relay.serving.systems import SYSTEMS
+from vllm_relay.serving.systems import REFERENCE, SYSTEMS
 
 # Columns of `latin_square.Measured.rows`, which follow those of the case.
 MEASURED = "system"
@@ -45,26 +45,54 @@ def case_ratios(rows: list[Row]) -> list[Ratio]:
 
 
 def _scores(row: Row) -> list[str]:
-    """Right answers, and answers that part from the baseline's; older rows lack the second."""
+    """Right answers, and of those that part from the baseline's the number and the largest lead.
+
+    Older rows have less.
+    """
     asked = row.get("asked") or row["questions"]
-    return [f"{row['right']:,} of {asked:,}", shown(row.get("parted", ""))]
+    parted = [shown(row.get(name, "")) for name in ("parted", "parted_lead")]
+    return [f"{row['right']:,} of {asked:,}", *parted]
+
+
+def scored(rows: Sequence[Row]) -> bool:
+    """Whether right answers were counted, which older CSVs do not say."""
+    return all(row.get("right") not in (None, "") for row in rows)
+
+
+def accuracy(rows: Sequence[Row]) -> str:
+    """Sentence on the largest difference of right answers, beside the binomial error."""
+    if not scored(rows):
+        return ""
+    of_case = list(rows[0])[: list(rows[0]).index(MEASURED)]
+    stock = {tuple(row[x] for x in of_case): row for row in rows if row["system"] == REFERENCE}
+    found = []
+    for row in rows:
+        if row["system"] != REFERENCE and SYSTEMS[row["system"]].attention:
+            right = stock[tuple(row[x] for x in of_case)]["right"]
+            asked = row.get("asked") or row["questions"]
+            found.append((abs(row["right"] - right), asked, right * (1 - right / asked)))
+    most, asked, variance = max(found)
+    return (
+        f"Right answers differ from vLLM's by {most:,} of {asked:,} at most; the binomial error of "
+        f"such a number is {math.sqrt(variance):.1f}."
+    )
 
 
 def cases_table(rows: Sequence[Row], columns: Sequence[str]) -> str:
     """Markdown table of rows of `latin_square.Measured.rows`."""
-    scored = any(row.get("right") not in (None, "") for row in rows)
-    right = ["right", "other tokens"] if scored else []
+    with_scores = scored(rows)
+    right = ["right", "other tokens", "lead there, nats"] if with_scores else []
     return table(
         [*(x.replace("_", " ") for x in columns), *latin_square.HEADINGS, *right],
         (
             [
                 *(shown(row[x]) for x in columns),
                 *latin_square.cells(row),
-                *(_scores(row) if scored else ()),
+                *(_scores(row) if with_scores else ()),
             ]
             for row in rows
         ),
-    )
+    ) + (f"\n{accuracy(rows)}\n" if with_scores else "")
 
 
 def throughput(rows: list[Row], path: Path) -> str:
@@ -128,6 +156,11 @@ def prepacking(rows: list[Row], path: Path) -> str:
     )  # fmt: skip
 
 
+def packed(rows: list[Row]) -> str:
+    times = ", ".join(f"{x['way']} {x['times_as_fast_as_padded']:.2f}" for x in rows)
+    return f"Times as fast as padded: {times}."
+
+
 def tree(rows: list[Row], path: Path) -> str:
     row = rows[0]
     bars(
@@ -189,15 +222,26 @@ def serving_ratios(rows: list[Row]) -> list[Ratio]:
     ]
 
 
+def _first_tokens(rows: list[Row]) -> dict[tuple[str, str], list[float]]:
+    """Times to first token by what was measured, without and with a file."""
+    of: dict[tuple[str, str], list[float]] = {}
+    for row in (row for row in rows if row["ttft_s"] != ""):
+        of.setdefault((row["what"], row["file"]), []).append(row["ttft_s"])
+    return of
+
+
+def first_token(rows: list[Row]) -> str:
+    of = _first_tokens(rows)
+    what, _ = next(iter(of))
+    with_it, without = (statistics.median(of[what, file]) for file in ("with", "without"))
+    return f"A server's first token takes {with_it:.2f} s with a KV file, {without:.2f} s without."
+
+
 def system_kv(rows: list[Row], path: Path) -> str:
     """Time to first token with and without a file, and the rate of loading it."""
     timed = [row for row in rows if row["ttft_s"] != ""]
-    cases = list(dict.fromkeys(row["what"] for row in timed))
-    of = {
-        (what, file): [r["ttft_s"] for r in timed if (r["what"], r["file"]) == (what, file)]
-        for what in cases
-        for file in ("without", "with")
-    }
+    of = _first_tokens(rows)
+    cases = list(dict.fromkeys(what for what, _ in of))
     tokens = timed[0]["tokens"]
     figure, axes = axes_of(
         f"A system prompt of {tokens:,} tokens",

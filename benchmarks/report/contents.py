@@ -22,6 +22,7 @@ class Section:
         name: of the suite's CSVs. suffix: of the figure's file name. text: introduction.
         draw: writes the figure, returns the Markdown table. ratios: speed-ups in the rows.
         of: selects the section's rows; without any there is no section.
+        learned: a sentence for the findings, beside that of the speed-ups.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Section:
     ratios: Callable[[list[Row]], list[Ratio]]
     suffix: str = ""
     of: Callable[[Row], bool] = lambda row: True
+    learned: Callable[[list[Row]], str] = lambda rows: ""
 
 
 SECTIONS = (
@@ -58,22 +60,24 @@ SECTIONS = (
         "first request after a start, and one more after other prompts have evicted the KV cache. "
         "`make bench` does not measure it.",
         comparison_figures.system_kv, lambda rows: [],
+        learned=comparison_figures.first_token,
     ),
     Section(
         "throughput", "Non-interactive throughput",
         "All requests at once, by length of the system prompt. The cost model decides which steps "
-        "are relayed. Without relayed steps relay runs vLLM's own attention, and the ratio is "
-        "measurement noise.",
+        "are relayed.",
         comparison_figures.throughput, comparison_figures.case_ratios,
     ),
     Section(
         "fewshot", "Few-shot prompts of many subjects",
         "Table 3 of the RelayAttention paper in shape: the questions on a subject share its "
         "examples. `right` counts the answers that begin with the right letter, `other tokens` "
-        "those that part from vLLM's. Prefix caches are emptied before every round. KV files of "
+        "those that part from vLLM's, and the last column by how much at most the chosen token led "
+        "there: near 0 is a tie. Prefix caches are emptied before every round. KV files of "
         "the shared prefixes are built beforehand, outside the timing; without examples they are "
         "too short to use.",
         comparison_figures.fewshot, comparison_figures.case_ratios,
+        learned=comparison_figures.accuracy,
     ),
     Section(
         "needles", "Questions about one document",
@@ -81,6 +85,7 @@ SECTIONS = (
         "sentence with one of them. `right` counts the answers that name the word. The engine "
         "without attention answers none; its time is the lower bound for any attention kernel.",
         comparison_figures.needles, comparison_figures.case_ratios,
+        learned=comparison_figures.accuracy,
     ),
     Section(
         "completions", "Many completions of a prompt",
@@ -97,14 +102,14 @@ SECTIONS = (
         "the PyPI package llama-cpp-python holds, with the same weights in bf16 and the same "
         "prompts, at the fastest of its settings (second table). Chats arrive at once, their "
         "system prompt in every server's cache.",
-        llama_cpp_figures.draw, lambda rows: [],
+        llama_cpp_figures.draw, lambda rows: [], learned=llama_cpp_figures.who_leads,
     ),
     Section(
         "prepacking", "Prompts of different lengths, packed",
         "Prefill of a batch as Prepacking (arXiv 2404.09529) computes it, without padding: what "
         "vLLM's scheduler does in every step, and `vllm-relay build` for all its prompts. Padded: "
         "every prompt as long as the longest. One by one: each waits for those before it.",
-        comparison_figures.prepacking, lambda rows: [],
+        comparison_figures.prepacking, lambda rows: [], learned=comparison_figures.packed,
     ),
     Section(
         "tree", "One level of sharing and two",
@@ -116,9 +121,9 @@ SECTIONS = (
         "decode", "Decode steps",
         "Engines interleaved. The two lower lines are ceilings: an engine that skips attention, "
         "and the same plus the prefix at the rate of a matrix product; the distance from relay to "
-        "them is what is left to gain. Steps with nothing shared run vLLM's own attention. "
-        "Relayed steps attend to contexts with relay's kernel, which is faster than vLLM's: with "
-        "short prefixes or long contexts it is part of the speed-up (see the next two sections).",
+        "them is what is left to gain. Relay's kernel for contexts is faster than vLLM's: with "
+        "short prefixes or long contexts that is part of the speed-up, and with nothing shared all "
+        "of it.",
         decode_figures.decode, decode_figures.decode_ratios, "",
         lambda row: "no_attention_step_ms" in row,
     ),
@@ -154,12 +159,13 @@ SECTIONS = (
         "or a context of its own for each.",
         attention_figures.kernels,
         lambda rows: [], "", lambda row: row.get("part") != "step" and "ms_min" in row,
+        attention_figures.best_kernels,
     ),
     Section(
         "prediction", "Prediction and measurement",
         "What `vllm-relay explain` says of the attention of decode steps, with the costs named "
         "below, and what engines take for it: the time of a step less that of an "
         "engine that skips attention.",
-        decode_figures.prediction, lambda rows: [],
+        decode_figures.prediction, lambda rows: [], learned=decode_figures.prediction_error,
     ),
 )  # fmt: skip

@@ -135,7 +135,6 @@ def prediction(rows: list[Row], path: Path) -> str:
     most = max(max(row["predicted_speedup"], row["attention_speedup"]) for row in rows)
     axes.plot([1, most], [1, most], color="0.6", linestyle="--", label="equal")
     finish(figure, axes, path)
-    errors = sorted(abs(row["error"]) for row in rows)
     return table(
         ["heads", "requests", "prefixes", "shared tokens", "own tokens", "attention, vLLM, ms",
          "attention, relay, ms", "times vLLM", "least to most", "predicted", "off by"],
@@ -158,6 +157,14 @@ def prediction(rows: list[Row], path: Path) -> str:
             for row in rows
         ),
     ) + (
-        f"\nMedian error {statistics.median(errors):.0%}, largest {errors[-1]:.0%}. "
+        f"\n{prediction_error(rows)} "
         f"From {'; '.join(dict.fromkeys(row['costs'] for row in rows))}.\n"
     )  # fmt: skip
+
+
+def prediction_error(rows: list[Row]) -> str:
+    errors = [abs(row["error"]) for row in rows]
+    return (
+        f"Predicted speed-ups of {len(rows)} workloads are off by {statistics.median(errors):.0%} "
+        f"(median), {max(errors):.0%} at most."
+    )

@@ -16,10 +16,7 @@ Grid = dict[tuple[int, int, int], dict[str, list[Row]]]
 
 def draw(rows: list[Row], path: Path) -> str:
     """Tokens per second by threads, shared length and requests; llama.cpp's settings below."""
-    grid: Grid = {}
-    for row in (row for row in rows if row["part"] == "grid"):
-        case = row["threads"], row["shared_tokens"], row["requests"]
-        grid.setdefault(case, {}).setdefault(row["system"], []).append(row)
+    grid = _grid(rows)
     _figure(grid, path)
     tried: dict[tuple[int, str], list[Row]] = {}
     for row in (row for row in rows if row["part"] == "settings"):
@@ -28,25 +25,38 @@ def draw(rows: list[Row], path: Path) -> str:
         ["threads", "llama.cpp's settings", "tokens/s", "TTFT, s", "TPOT, ms"],
         ([threads, name, *_cells([found])] for (threads, name), found in tried.items()),
     )
-    return f"{_grid_table(grid)}\n{settings}"
+    return f"{_grid_table(grid)}\n{who_leads(rows)}\n\n{settings}"
+
+
+def who_leads(rows: list[Row]) -> str:
+    """In how many cases each system has the most tokens per second."""
+    grid = _grid(rows)
+    leads = Counter(_name(_leader(found)) for found in grid.values())
+    counts = ", ".join(f"{name} in {count}" for name, count in leads.most_common())
+    return f"Most tokens per second of {len(grid)} cases: {counts}."
+
+
+def _grid(rows: list[Row]) -> Grid:
+    grid: Grid = {}
+    for row in (row for row in rows if row["part"] == "grid"):
+        case = row["threads"], row["shared_tokens"], row["requests"]
+        grid.setdefault(case, {}).setdefault(row["system"], []).append(row)
+    return grid
+
+
+def _leader(found: dict[str, list[Row]]) -> str:
+    return max(found, key=lambda system: _median(found[system], "tokens_per_s"))
 
 
 def _grid_table(grid: Grid) -> str:
     systems = list(next(iter(grid.values())))
     names = " / ".join(map(_name, systems))
-    first: Counter[str] = Counter()
-    lines = []
-    for (threads, shared, requests), found in grid.items():
-        best = max(systems, key=lambda x: _median(found[x], "tokens_per_s"))
-        first[_name(best)] += 1
-        cells = _cells(found[x] for x in systems)
-        lines.append([threads, f"{shared:,}", requests, *cells, _name(best)])
     headings = ["threads", "shared tokens", "requests", "tokens/s", "TTFT, s", "TPOT, ms", "most"]
-    counts = ", ".join(f"{name} in {count}" for name, count in first.most_common())
-    return (
-        f"{names}; medians of rounds:\n\n{table(headings, lines)}\n"
-        f"Most tokens per second of {len(grid)} cases: {counts}.\n"
-    )
+    lines = [
+        [*(f"{x:,}" for x in case), *_cells(found[x] for x in systems), _name(_leader(found))]
+        for case, found in grid.items()
+    ]
+    return f"{names}; medians of rounds:\n\n{table(headings, lines)}"
 
 
 def _cells(found: Iterable[Sequence[Row]]) -> list[str]:

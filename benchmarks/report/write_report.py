@@ -8,6 +8,7 @@ earlier CSVs of the same command the ranges cover all runs, and the report says 
 
 import argparse
 import os
+import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -122,8 +123,23 @@ def apart(section: Section, newest: Sequence[Row], before: Sequence[Sequence[Row
     )
 
 
-def write(section: Section, paths: Sequence[Path], output: Path) -> tuple[str, list[Ratio]]:
-    """A section's Markdown and its ratios; the figure lies beside the newest CSV."""
+def finding(section: Section, rows: list[Row], ratios: Sequence[Ratio]) -> str:
+    """Markdown: what a section's rows say, with a link to it; "" where that is only a figure."""
+    said = []
+    if ratios:
+        least, most = (of(ratios, key=lambda ratio: ratio.times) for of in (min, max))
+        middle = statistics.median(ratio.times for ratio in ratios)
+        said.append(
+            f"{middle:.2f} times vLLM's speed (median of {len(ratios)} cases), from "
+            f"{least.times:.2f} ({least.case}) to {most.times:.2f} ({most.case})."
+        )
+    said += [text] if (text := section.learned(rows)) else []
+    anchor = re.sub(r"[^a-z0-9 -]", "", section.title.lower()).replace(" ", "-")
+    return f"- [{section.title}](#{anchor}): {' '.join(said)}\n" if said else ""
+
+
+def write(section: Section, paths: Sequence[Path], output: Path) -> tuple[str, str, list[Ratio]]:
+    """A section's Markdown, its finding and its ratios; the figure lies beside the newest CSV."""
     newest = rows = [row for row in read(paths[0]) if section.of(row)]
     again = ""
     if found_before := earlier(section, newest, paths):
@@ -149,7 +165,8 @@ def write(section: Section, paths: Sequence[Path], output: Path) -> tuple[str, l
         f"{row['revision']} ([CSV]({relative(paths[0], output)})).\n\n"
     )
     text += again + beside(f"{section.name}{section.suffix}")
-    return text, section.ratios(rows)
+    ratios = section.ratios(rows)
+    return text, finding(section, rows, ratios), ratios
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -160,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks")
     args = parser.parse_args(argv)
-    sections, ratios = "", []
+    sections, findings, ratios = "", "", []
     for section in SECTIONS:
         paths = [
             path
@@ -168,8 +185,9 @@ def main(argv: list[str] | None = None) -> int:
             if any(map(section.of, read(path)))  # older ones may lack columns
         ]
         if paths:
-            text, found = write(section, paths, args.output)
+            text, learned, found = write(section, paths, args.output)
             sections += text
+            findings += learned
             # Attention that is always relayed is nobody's to serve.
             ratios += [(section.name, x) for x in found if section.name != "attention"]
     if not sections:
@@ -183,6 +201,9 @@ def main(argv: list[str] | None = None) -> int:
     report = args.output / "REPORT.md"
     report.write_text(
         "# What relay brings, and where it does not help\n\n"
+        f"{failed}{findings}"
+        "- [Where it does not help](#where-it-does-not-help): every case that gains little.\n\n"
+        "## How it was measured\n\n"
         "Written by `python benchmarks/report/write_report.py` from the newest CSVs in "
         "`results/`; `make bench` measures them anew. Systems run interleaved on the same prompts. "
         'The baseline "vLLM" is vLLM with prefix caching. Speed-ups are medians of pairs, with the '
@@ -196,12 +217,9 @@ def main(argv: list[str] | None = None) -> int:
         "newest is from the earlier ones; of two equal runs with three rounds each, one range in "
         "ten would not overlap. Commands are those of their revision; the scripts lie in "
         "`benchmarks/suites` since.\n\n"
-        f"{failed}{sections}"
+        f"{sections}"
         "## Where it does not help\n\n"
-        "First the kinds of workloads in which sharing has little to gain, whatever was found. "
-        "Without relayed steps both run vLLM's attention, and a ratio is measurement noise. With "
-        "relayed steps the speed-up includes that of relay's kernel for contexts, which is faster "
-        "than vLLM's.\n\n"
+        "First the kinds of workloads in which sharing has little to gain, whatever was found.\n\n"
         f"{where_it_does_not_help(ratios).rstrip()}\n"
     )
     print(f"wrote {report.relative_to(ROOT) if report.is_relative_to(ROOT) else report}")

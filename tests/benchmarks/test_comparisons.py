@@ -92,7 +92,10 @@ def test_it_measures_every_system_and_the_report_shows_it(
     assert len(rows) == count
     assert all(float(row["seconds"]) > 0 and float(row["tokens"]) > 0 for row in rows)
     assert_checked(rows)
-    assert_reported(results, path)
+    report = assert_reported(results, path)
+    assert "times vLLM's speed (median of" in report.partition("## How it was measured")[0]
+    scored = "Right answers differ from vLLM's by" in report
+    assert scored == (script in (bench_fewshot, bench_needles))
 
 
 def test_decode_is_measured_and_the_report_names_what_gains_little(

@@ -46,7 +46,8 @@ def test_the_report_says_who_is_fastest(tmp_path: Path) -> None:
     assert (
         "| 1 | 1,024 | 8 | 105 / 305 / 85 | 0.50 / 0.50 / 0.50 | 25 / 25 / 25 | relay |" in report
     )
-    assert "Most tokens per second of 1 cases: relay in 1." in report
+    finding = "- [llama.cpp beside vLLM and relay](#llamacpp-beside-vllm-and-relay): Most tokens"
+    assert f"{finding} per second of 1 cases: relay in 1." in report
     assert "| 1 | f16 | 51 | 0.50 | 25 |" in report
 
 

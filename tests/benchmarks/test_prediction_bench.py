@@ -57,5 +57,5 @@ def test_the_report_shows_each_workload_and_the_errors(tmp_path: Path, predicted
         rows.append(bench_prediction.row_of(measured, WORKLOAD, HEADS))
     text = decode_figures.prediction(rows, tmp_path / "prediction.png")
     assert text.count("| 16/4 |") == 3 and "From costs of AMD EPYC." in text
-    assert "Median error 46%, largest 193%" in text
+    assert "of 3 workloads are off by 46% (median), 193% at most." in text
     assert (tmp_path / "prediction.png").stat().st_size > 10_000

@@ -165,6 +165,7 @@ def test_distance_counts_up_to_where_answers_part() -> None:
     found = distance(first, [[("a", -1.3, 2.0), ("x", -2.0, 0.2)], [("c", -0.6, 3.0)]])
     assert found.rms == pytest.approx(math.sqrt((0.09 + 0.09 + 0.16) / 3))
     assert found.worst == pytest.approx(0.4)
+    assert found.parted == 1 and found.lead == pytest.approx(0.3)
     # a tie at once is no distance
     assert distance([[("a", -0.7, 0.01)]], [[("b", -0.7, 0.01)]]).agrees
 

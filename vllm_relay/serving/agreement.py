@@ -36,6 +36,7 @@ class Distance:
     rms: float  # over all answers
     worst: float  # of the answer that is farthest off
     parted: int = 0  # answers with another token somewhere
+    lead: float = 0.0  # largest mean of both leads where answers part: 0 is a tie
 
     @property
     def agrees(self) -> bool:
@@ -48,19 +49,19 @@ class Distance:
 
 def distance(ours: Sequence[Answer], theirs: Sequence[Answer]) -> Distance:
     """Distance between answers to the same prompts."""
-    per_answer, parted = [], 0
+    per_answer, leads = [], []
     for a, b in zip(ours, theirs, strict=True):
         squares = []
         for (token, logprob, lead), (other, other_logprob, other_lead) in zip(a, b, strict=True):
             if token != other:
-                squares.append(((lead + other_lead) / 2) ** 2)
-                parted += 1
+                leads.append((lead + other_lead) / 2)
+                squares.append(leads[-1] ** 2)
                 break
             squares.append((logprob - other_logprob) ** 2)
         per_answer.append(squares)
     total = statistics.mean(x for squares in per_answer for x in squares)
     worst = max(map(statistics.mean, per_answer))
-    return Distance(math.sqrt(total), math.sqrt(worst), parted)
+    return Distance(math.sqrt(total), math.sqrt(worst), len(leads), max(leads, default=0.0))
 
 
 def greedy(server: Server, prompts: Sequence[str]) -> list[Answer]:
