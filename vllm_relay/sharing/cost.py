@@ -72,6 +72,7 @@ class Costs:
         fusion: per query token and partial.
         step: per step with groups, whatever is in it. level: per level.
         copy: per KV token of a segment that is packed; paid once, predicted by `with_packing` only.
+        margin: part of the time by which groups have to be predicted faster than none.
     """
 
     stock: KernelCosts
@@ -84,6 +85,7 @@ class Costs:
     step: float = 0.0
     level: float = 0.0
     copy: float = 0.0
+    margin: float = 0.0
 
     def reading(
         self, kernel: KernelCosts, tokens: NDArray[np.float64] | NDArray[np.int64]
@@ -92,7 +94,7 @@ class Costs:
         return kernel.read * tokens + kernel.far * far_tokens(tokens, self.near, self.evicts)
 
     def with_margin(self, margin: float) -> "Costs":
-        """These costs with our kernels slower by ``margin`` (0.1: by 10 %)."""
+        """These costs with our kernels slower by ``margin`` (0.1: by 10 %), and groups again."""
         factor = 1 + margin
         return replace(
             self,
@@ -102,6 +104,7 @@ class Costs:
             fusion=factor * self.fusion,
             step=factor * self.step,
             level=factor * self.level,
+            margin=margin,
         )
 
     def with_packing(self, steps: int) -> "Costs":

@@ -5,7 +5,7 @@ and the segment's first read) is weighed against what the requests below save. T
 from the leaves to the root, for each node once per group that may lie around it. Two families of
 forests are tried: groups inside groups, with 1, 2, ... levels; and one level whose groups lie side
 by side, where requests of one prefix may be in different groups. The forest with the least
-predicted time (`cost.predict`) is taken, or none where no group pays.
+predicted time (`cost.predict`) is taken, or none where no group pays by more than `Costs.margin`.
 
 Over random steps, a grid and a recorded trace its predicted time is held to the optimum, found by
 another search in tests/unit/sharing/optimum.py. On GPUs Triton kernels approximate it
@@ -55,7 +55,7 @@ def choose(shape: StepShape, costs: Costs, max_levels: int) -> Choice:
     if max_levels < 1:
         raise ValueError(f"max_levels must be >= 1, got {max_levels}")
     best = Forest((), shape.trie.num_rows, shape.block_size)
-    relay = predict(best, shape, costs)
+    relay = alone = predict(best, shape, costs)
     if len(shape.trie):
         levels = min(max_levels, shape.trie.height)
         savings = _savings(shape, costs, levels)
@@ -65,7 +65,7 @@ def choose(shape: StepShape, costs: Costs, max_levels: int) -> Choice:
             forests.append(_best_groups(shape, costs, savings, most, nested=True))
         for forest in forests:
             cost = predict(forest, shape, costs)
-            if cost < relay:
+            if cost < relay and cost * (1 + costs.margin) < alone:
                 best, relay = forest, cost
     return Choice(forest=best, shape=shape, stock=predict_stock(shape, costs), relay=relay)
 

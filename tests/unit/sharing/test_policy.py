@@ -233,3 +233,20 @@ def test_a_level_is_used_where_it_pays_and_not_elsewhere() -> None:
     inner = [group.rows.tolist() for group in choice.forest.levels[1]]
     assert inner == [[0, 1], [2, 3]]
     assert choice.relay == pytest.approx(best_time(rows, BLOCK_SIZE, costs, 2))
+
+
+def test_groups_have_to_gain_more_than_the_margin() -> None:
+    rng = random.Random(5)
+    found = 0
+    for _ in range(50):
+        shape, costs = step(random_rows(rng, 8)), random_costs(rng)
+        choice = choose(shape, costs, 3)
+        alone = predict(Forest((), len(shape.seq_lens), BLOCK_SIZE), shape, costs)
+        gain = alone / choice.relay - 1
+        if choice.forest.levels and gain > 0.01:
+            found += 1
+            kept = choose(shape, replace(costs, margin=0.99 * gain), 3)
+            assert kept.forest.levels and kept.relay == choice.relay
+            left = choose(shape, replace(costs, margin=1.01 * gain), 3)
+            assert not left.forest.levels and left.relay == alone
+    assert found > 10
