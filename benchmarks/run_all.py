@@ -77,6 +77,7 @@ RUNS = (
         f"--shared 8192 2048 0 --repeats 3 --min-seconds 15 --steps 16 {LITTLE_TO_GAIN} --eager",
         f"--shared 16384 8192 4096 2048 1024 0 {LITTLE_TO_GAIN}",
     ),
+    Run("decode", None, "--shared 4096 --requests 1 2 4 8 16 32 64 128 --heads 16 4 128"),
     Run("decode", None, f"--shared 8192 0 --heads 16 4 128 {OTHER_HEADS} --repeats 5 --steps 24"),
     Run("prediction", None, "--repeats 3 --steps 16"),
 )

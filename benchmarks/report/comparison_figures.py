@@ -192,8 +192,14 @@ def serving(rows: list[Row], path: Path) -> str:
         axes.set_xticks(sorted({row["rate"] for row in swept}))
         axes.axhline(row["bound_s"], color="0.8", linewidth=0.8, zorder=0)
     finish(figure, axes, path, log=bool(swept))
-    cells = [gains.cells(gain) for gain in gains.summary(rows)]
+    found = gains.summary(rows)
+    cells = [gains.cells(gain) for gain in found]
     text = table(list(cells[0]), [list(line.values()) for line in cells])
+    slowest = [
+        [*list(cell.values())[:2], f"{x['ttft_p99_s']:.3f} s", f"{1e3 * x['tpot_p99_s']:.1f} ms"]
+        for cell, x in zip(cells, found, strict=True)
+    ]
+    text += "\n" + table([*list(cells[0])[:2], "TTFT, 99 of 100", "TPOT, 99 of 100"], slowest)
     text += (
         f"\n{gains.legend(rows)} Systems that miss the bound twofold are skipped at higher rates.\n"
     )

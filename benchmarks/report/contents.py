@@ -128,10 +128,15 @@ SECTIONS = (
         lambda row: "no_attention_step_ms" in row,
     ),
     Section(
+        "decode-requests", "Decode steps by the size of the batch",
+        "The more requests share the prefix, the more reads one read replaces.",
+        decode_figures.requests, decode_figures.decode_ratios,
+    ),
+    Section(
         "decode-heads", "Decode steps of MHA, GQA and MQA",
         "Models that differ in KV heads only. With fewer, vLLM reads less for every request, while "
         "the arithmetic stays the same: less to gain from one read for all.",
-        decode_figures.heads, decode_figures.decode_ratios, "",
+        decode_figures.heads, decode_figures.decode_ratios,
     ),
     Section(
         "attention", "Attention of a whole step, and the theory",

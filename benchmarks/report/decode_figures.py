@@ -12,36 +12,47 @@ def decode(rows: list[Row], path: Path) -> str:
     """Step time by prefix length, with the ceilings."""
     usual = (rows[0]["requests"], rows[0]["own_tokens"])
     swept = [row for row in rows if (row["requests"], row["own_tokens"]) == usual]
-    swept.sort(key=lambda row: row["shared_tokens"])
-    lengths = [row["shared_tokens"] for row in swept]
-    row = swept[0]
+    title = f"{usual[0]} requests with {usual[1]} tokens each"
+    _sweep(swept, "shared_tokens", "tokens of the shared prefix", title, path)
+    return _table(rows)
+
+
+def requests(rows: list[Row], path: Path) -> str:
+    """Step time by requests at once, with the ceilings."""
+    title = f"{rows[0]['shared_tokens']:,} tokens shared, {rows[0]['own_tokens']} of each request"
+    _sweep(rows, "requests", "requests at once", title, path)
+    return _table(rows)
+
+
+def _sweep(rows: list[Row], x: str, x_label: str, title: str, path: Path) -> None:
+    rows = sorted(rows, key=lambda row: row[x])
+    row, at = rows[0], [row[x] for row in rows]
     figure, axes = axes_of(
-        f"{row['requests']} requests with {row['own_tokens']} tokens each, {row['layers']} layers, "
-        f"{row['query_heads']}/{row['kv_heads']} heads of {row['head_size']}",
-        "tokens of the shared prefix",
+        f"{title}, {row['layers']} layers, {row['query_heads']}/{row['kv_heads']} heads of "
+        f"{row['head_size']}",
+        x_label,
         "milliseconds per decode step (median; min to max)",
     )
     for key in ("stock", "relay"):
         name = f"{key}_step_ms"
         axes.errorbar(
-            lengths,
-            [row[name] for row in swept],
-            spread(swept, name, f"{name}_min", f"{name}_max"),
+            at,
+            [row[name] for row in rows],
+            spread(rows, name, f"{name}_min", f"{name}_max"),
             marker="o",
             capsize=3,
             label=label(key),
             color=COLOURS[key],
         )
-    bare = [row["no_attention_step_ms"] for row in swept]
-    axes.plot(lengths, bare, color="0.6", linestyle="--", label=label("no-attention"))
-    least = [x["no_attention_step_ms"] + x["prefix_ms_at_gemm_rate"] for x in swept]
+    bare = [row["no_attention_step_ms"] for row in rows]
+    axes.plot(at, bare, color="0.6", linestyle="--", label=label("no-attention"))
+    least = [x["no_attention_step_ms"] + x["prefix_ms_at_gemm_rate"] for x in rows]
     axes.plot(
-        lengths, least, color="black", linestyle=":",
+        at, least, color="black", linestyle=":",
         label="no attention + prefix at matrix-product rate",
     )  # fmt: skip
     axes.xaxis.set_major_formatter("{x:,.0f}")
     finish(figure, axes, path)
-    return _table(rows)
 
 
 def heads(rows: list[Row], path: Path) -> str:

@@ -192,7 +192,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--own", type=int, default=64, help="tokens each request adds to the prefix"
     )
-    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument(
+        "--requests",
+        type=at_least(1),
+        nargs="+",
+        default=[32],
+        help="each with every prefix; several: in a CSV named decode-requests",
+    )
     parser.add_argument(
         "--also",
         type=int,
@@ -225,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     console = make_console()
-    given = [(args.requests, shared, args.own) for shared in args.shared]
+    given = [(count, shared, args.own) for count in args.requests for shared in args.shared]
     given += map(tuple, args.also)
     rows = []
     try:
@@ -238,8 +244,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     show(console, rows)
     if args.save:
-        name = "decode-heads" if args.also_heads else "decode"
-        save_engines(console, name, rows, args.eager)
+        swept = "-requests" if len(args.requests) > 1 else "-heads" if args.also_heads else ""
+        save_engines(console, f"decode{swept}", rows, args.eager)
     return 0
 
 

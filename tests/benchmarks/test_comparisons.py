@@ -129,6 +129,14 @@ def test_models_that_differ_in_heads_are_measured_side_by_side(
     assert "## Decode steps of MHA, GQA and MQA" in assert_reported(results, path)
 
 
+def test_batches_of_several_sizes_are_measured(results: Path, shared: None, model: Path) -> None:
+    options = "--shared 256 --own 8 --requests 2 4 --steps 4 --repeats 1 --save --model"
+    assert bench_decode.main([*options.split(), str(model)]) == 0
+    path, rows = read(results, "decode-requests")
+    assert [row["requests"] for row in rows] == ["2", "4"]
+    assert "## Decode steps by the size of the batch" in assert_reported(results, path)
+
+
 def test_attention_is_measured_beside_the_theory(results: Path) -> None:
     options = "--threads 1 --rounds 2 --heads 4 2 64 --steps 128 256 --save --contexts"
     assert bench_attention.main([*options.split(), "32 x 64"]) == 0

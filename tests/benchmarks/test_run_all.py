@@ -29,7 +29,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize(("grid", "count"), [([], 9), (["--full"], 14)])
+@pytest.mark.parametrize(("grid", "count"), [([], 9), (["--full"], 15)])
 def test_every_benchmark_runs_and_is_kept_whatever_fails(
     grid: list[str], count: int, commands: list[list[str]], monkeypatch: Any, capsys: Any
 ) -> None:

@@ -82,8 +82,8 @@ def row(system: str, rate: float, number: int, normalized: float) -> dict[str, A
         "tokens_per_s": 10 / normalized,
         "requests_per_s": 1 / normalized,
         "normalized_s": normalized,
-        "ttft_p50_s": 0.5,
-        "tpot_p50_s": 0.05,
+        **dict.fromkeys(("ttft_p50_s", "ttft_p99_s"), 0.5),
+        **dict.fromkeys(("tpot_p50_s", "tpot_p99_s"), 0.05),
         "logprob_rms": 0.02 if system == "relay" else 0.0,
     }
 

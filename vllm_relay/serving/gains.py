@@ -13,7 +13,10 @@ from rich.table import Table
 from vllm_relay.serving.systems import REFERENCE, SYSTEMS
 
 Row = dict[str, Any]
-MEDIANS = ("tokens_per_s", "requests_per_s", "normalized_s", "ttft_p50_s", "tpot_p50_s")
+MEDIANS = (
+    *("tokens_per_s", "requests_per_s", "normalized_s"),
+    *("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s"),
+)
 
 
 def summary(rows: Sequence[Row]) -> list[Row]:
