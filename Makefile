@@ -61,7 +61,8 @@ wheels:  ## manylinux wheel with the CPU kernels and source distribution, in dis
 bench: env model  ## what relay brings, and where it does not: all benchmarks on a small grid, and REPORT.md
 	$(VENV)/bin/python benchmarks/run_all.py
 
-bench-full: env model llama  ## the same on the whole grid: hours
+bench-full: env model  ## the same on the whole grid: hours
+	-@$(MAKE) llama
 	$(VENV)/bin/python benchmarks/run_all.py --full
 
 clean:  ## remove caches and build output; environments and model stay

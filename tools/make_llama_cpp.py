@@ -2,12 +2,13 @@
 
 The sources are those in the PyPI package ``llama-cpp-python``. They are downloaded with the pip of
 the running environment and built with CMake and the machine's C++ compiler: minutes on two cores.
-``.llama.cpp`` then holds ``llama-server`` and the weights of ``.models`` in bf16.
+A folder of ``.llama.cpp``, named by the release, then holds ``llama-server`` and the weights of
+``.models`` in bf16.
 """
 
 import argparse
-import hashlib
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -15,8 +16,6 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-PACKAGE, RELEASE = "llama-cpp-python", "0.3.36"
-SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 OPTIONS = {
     **dict.fromkeys(("LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "LLAMA_OPENSSL"), "OFF"),
     "BUILD_SHARED_LIBS": "OFF",
@@ -25,8 +24,14 @@ OPTIONS = {
 }
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / ".models" / "SmolLM2-135M-Instruct"
-TARGET = ROOT / ".llama.cpp"
+PINNED = ROOT / "requirements" / "llama-cpp.txt"
 SERVER, WEIGHTS = "llama-server", f"{MODEL.name}-bf16.gguf"
+
+
+def folder_of(target: Path = ROOT / ".llama.cpp") -> Path:
+    """Where the pinned release lies once it is built."""
+    (release,) = re.findall(r"==(\S+)", PINNED.read_text())
+    return target / release
 
 
 def call(*command: str | Path, env: Mapping[str, str] | None = None) -> None:
@@ -42,12 +47,8 @@ def call(*command: str | Path, env: Mapping[str, str] | None = None) -> None:
 def sources(folder: Path) -> Path:
     """Download the package into `folder` and unpack llama.cpp there."""
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q")
-    call(*pip, "--no-deps", "--no-binary", PACKAGE, "--dest", folder, f"{PACKAGE}=={RELEASE}")
+    call(*pip, "--no-deps", "--no-binary", ":all:", "--dest", folder, "-r", PINNED)
     (archive,) = folder.glob("*.tar.gz")
-    with archive.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != SHA256:
-        sys.exit(f"make_llama_cpp: sha256 of {archive.name} is {digest}, not {SHA256}")
     with tarfile.open(archive) as packed:
         packed.extractall(folder, filter="data")
     (found,) = folder.glob("*/vendor/llama.cpp")
@@ -72,8 +73,8 @@ def convert(source: Path, target: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--target", type=Path, default=TARGET)
-    target = parser.parse_args().target
+    parser.parse_args()
+    target = folder_of()
     if not all((target / name).is_file() for name in (SERVER, WEIGHTS)):
         target.mkdir(parents=True, exist_ok=True)
         # Beside what is kept, so that a rename moves it there whole.

@@ -1,13 +1,16 @@
 """llama.cpp's server, as `make llama` builds it, with the demo model's weights in bf16."""
 
+import re
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
-from benchmarks.harness.environment import ROOT
+from benchmarks.harness.environment import HUGE_PAGES, ROOT
 from vllm_relay.serving.processes import Process, Server, free_port
 
-FOLDER = ROOT / ".llama.cpp"
+# As tools/make_llama_cpp.py names it.
+(RELEASE,) = re.findall(r"==(\S+)", (ROOT / "requirements" / "llama-cpp.txt").read_text())
+FOLDER = ROOT / ".llama.cpp" / RELEASE
 # Settings of attention and the KV cache: name -> options.
 SETTINGS = {
     f"flash attention {flash}, {kv} KV, {'one buffer' if unified else 'a buffer per slot'}": [
@@ -24,14 +27,20 @@ class LlamaServer(Server):
     Args:
         model: folder of the model that the weights are of: the client takes its tokenizer.
         slots: requests served at once. tokens: of each, the prompt's and the answer's.
-        flags: of `SETTINGS`.
+        cores: one thread on each. flags: of `SETTINGS`.
 
     Raises:
         FileNotFoundError: it was not built.
     """
 
     def __init__(
-        self, model: Path, slots: int, tokens: int, threads: int, flags: Sequence[str], log: Path
+        self,
+        model: Path,
+        slots: int,
+        tokens: int,
+        cores: Sequence[int],
+        flags: Sequence[str],
+        log: Path,
     ) -> None:
         program, weights = FOLDER / "llama-server", FOLDER / f"{model.name}-bf16.gguf"
         for path in (program, weights):
@@ -40,7 +49,9 @@ class LlamaServer(Server):
         port = str(free_port())
         self.url, self.model, self.name = f"http://127.0.0.1:{port}", model, str(model)
         command = [str(program), "--model", str(weights), "--host", "127.0.0.1", "--port", port]
-        command += ["--parallel", str(slots), "--ctx-size", str(slots * tokens)]
-        # The memory for prompts that no slot holds would be for nothing: each slot keeps its own.
-        command += ["--threads", str(threads), "--no-ui", "--cache-ram", "0", *flags]
-        Process.__init__(self, command, log, None)
+        command += ["--parallel", str(slots), "--ctx-size", str(slots * tokens), "--no-ui"]
+        command += ["--threads", str(len(cores)), "--cpu-strict", "1"]
+        command += ["--cpu-mask", f"{sum(1 << core for core in cores):x}"]
+        # Weights in memory of its own, as vLLM has them. A cache of prompts that no slot holds
+        # would be for nothing: each slot keeps its own.
+        Process.__init__(self, [*command, "--no-mmap", "--cache-ram", "0", *flags], log, HUGE_PAGES)

@@ -60,7 +60,7 @@ def scored(rows: Sequence[Row]) -> bool:
 
 
 def accuracy(rows: Sequence[Row]) -> str:
-    """Sentence on the largest difference of right answers, beside the binomial error."""
+    """Sentence on the largest difference of right answers, in binomial errors."""
     if not scored(rows):
         return ""
     of_case = list(rows[0])[: list(rows[0]).index(MEASURED)]
@@ -70,11 +70,15 @@ def accuracy(rows: Sequence[Row]) -> str:
         if row["system"] != REFERENCE and SYSTEMS[row["system"]].attention:
             right = stock[tuple(row[x] for x in of_case)]["right"]
             asked = row.get("asked") or row["questions"]
-            found.append((abs(row["right"] - right), asked, right * (1 - right / asked)))
-    most, asked, variance = max(found)
+            error = math.sqrt(right * (1 - right / asked))
+            off = abs(row["right"] - right)
+            found.append((off / error if error else off, row["right"], right, asked, error))
+    if not found:
+        return ""
+    _, right, of_vllm, asked, error = max(found)
     return (
-        f"Right answers differ from vLLM's by {most:,} of {asked:,} at most; the binomial error of "
-        f"such a number is {math.sqrt(variance):.1f}."
+        f"Right answers where a system is farthest from vLLM: {right:,} of {asked:,} beside "
+        f"{of_vllm:,}; the binomial error of that number is {error:.1f}."
     )
 
 
@@ -195,14 +199,15 @@ def serving(rows: list[Row], path: Path) -> str:
     found = gains.summary(rows)
     cells = [gains.cells(gain) for gain in found]
     text = table(list(cells[0]), [list(line.values()) for line in cells])
+    text += (
+        f"\n{gains.legend(rows)} Systems that miss the bound twofold are skipped at higher rates.\n"
+    )
     slowest = [
         [*list(cell.values())[:2], f"{x['ttft_p99_s']:.3f} s", f"{1e3 * x['tpot_p99_s']:.1f} ms"]
         for cell, x in zip(cells, found, strict=True)
     ]
-    text += "\n" + table([*list(cells[0])[:2], "TTFT, 99 of 100", "TPOT, 99 of 100"], slowest)
-    text += (
-        f"\n{gains.legend(rows)} Systems that miss the bound twofold are skipped at higher rates.\n"
-    )
+    text += "\n99th percentiles of the requests of a round, medians of rounds:\n\n"
+    text += table([*list(cells[0])[:2], "TTFT", "TPOT"], slowest)
     held = [f"- {line}" for line in gains.held_lines(rows, row["bound_s"])]
     if held:
         seconds = statistics.median(row["requests"] / row["rate"] for row in swept)

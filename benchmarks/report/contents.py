@@ -72,10 +72,10 @@ SECTIONS = (
         "fewshot", "Few-shot prompts of many subjects",
         "Table 3 of the RelayAttention paper in shape: the questions on a subject share its "
         "examples. `right` counts the answers that begin with the right letter, `other tokens` "
-        "those that part from vLLM's, and the last column by how much at most the chosen token led "
-        "there: near 0 is a tie. Prefix caches are emptied before every round. KV files of "
-        "the shared prefixes are built beforehand, outside the timing; without examples they are "
-        "too short to use.",
+        "those that part from vLLM's, and the last column the largest lead of the token chosen "
+        "there (mean of both systems'): near 0 is a tie. Prefix caches are emptied before every "
+        "round. KV files of the shared prefixes are built beforehand, outside the timing; without "
+        "examples they are too short to use.",
         comparison_figures.fewshot, comparison_figures.case_ratios,
         learned=comparison_figures.accuracy,
     ),
@@ -100,8 +100,10 @@ SECTIONS = (
         "llama_cpp", "llama.cpp beside vLLM and relay",
         "What many run on a CPU: llama.cpp's server, built for this machine from the sources that "
         "the PyPI package llama-cpp-python holds, with the same weights in bf16 and the same "
-        "prompts, at the fastest of its settings (second table). Chats arrive at once, their "
-        "system prompt in every server's cache.",
+        "prompts, at the settings that are fastest with 8 requests under 1,024 tokens. Chats "
+        "arrive at once, their system prompt in every server's cache. Other kernels round "
+        "otherwise, so answers are not compared by log-probabilities: most have to begin with the "
+        "same word.",
         llama_cpp_figures.draw, lambda rows: [], learned=llama_cpp_figures.who_leads,
     ),
     Section(

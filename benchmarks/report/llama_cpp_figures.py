@@ -21,11 +21,14 @@ def draw(rows: list[Row], path: Path) -> str:
     tried: dict[tuple[int, str], list[Row]] = {}
     for row in (row for row in rows if row["part"] == "settings"):
         tried.setdefault((row["threads"], row["settings"]), []).append(row)
+    grid_text = f"{_grid_table(grid)}\n{who_leads(rows)}\n"
+    if not tried:
+        return grid_text
     settings = table(
         ["threads", "llama.cpp's settings", "tokens/s", "TTFT, s", "TPOT, ms"],
         ([threads, name, *_cells([found])] for (threads, name), found in tried.items()),
     )
-    return f"{_grid_table(grid)}\n{who_leads(rows)}\n\n{settings}"
+    return f"{grid_text}\n{settings}"
 
 
 def who_leads(rows: list[Row]) -> str:

@@ -125,13 +125,16 @@ def apart(section: Section, newest: Sequence[Row], before: Sequence[Sequence[Row
 
 def finding(section: Section, rows: list[Row], ratios: Sequence[Ratio]) -> str:
     """Markdown: what a section's rows say, with a link to it; "" where that is only a figure."""
+    of: dict[str, list[Ratio]] = {}
+    for ratio in ratios:
+        of.setdefault(ratio.system, []).append(ratio)
     said = []
-    if ratios:
-        least, most = (of(ratios, key=lambda ratio: ratio.times) for of in (min, max))
-        middle = statistics.median(ratio.times for ratio in ratios)
+    for system, mine in of.items():
+        least, most = (end(mine, key=lambda ratio: ratio.times) for end in (min, max))
+        middle = statistics.median(ratio.times for ratio in mine)
         said.append(
-            f"{middle:.2f} times vLLM's speed (median of {len(ratios)} cases), from "
-            f"{least.times:.2f} ({least.case}) to {most.times:.2f} ({most.case})."
+            f"{system}: {middle:.2f} times vLLM's speed in the median case, from {least.times:.2f} "
+            f"({least.case}) to {most.times:.2f} ({most.case})."
         )
     said += [text] if (text := section.learned(rows)) else []
     anchor = re.sub(r"[^a-z0-9 -]", "", section.title.lower()).replace(" ", "-")
@@ -209,8 +212,9 @@ def main(argv: list[str] | None = None) -> int:
         'The baseline "vLLM" is vLLM with prefix caching. Speed-ups are medians of pairs, with the '
         "range of the rounds. No speed is shown unless the answers agree; those of the engine "
         "without attention must not. Engines run eagerly, without `torch.compile`, or compiled, as "
-        "each section says; on a machine with two cores vLLM computes on one. `make bench` starts "
-        "all engines eagerly, with `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`: in huge pages the "
+        "each section says. On a machine with two cores vLLM computes on one, where a section does "
+        "not give a number of threads. `make bench` starts all engines eagerly. All have "
+        "`GLIBC_TUNABLES=glibc.malloc.hugetlb=1`: in huge pages the "
         "place of their memory matters less. Measurements published in the papers stand beside "
         "ours: on other hardware, with other models and vLLM 0.2, only the shape compares. For "
         "commands run more than once the ranges cover all runs, and the report says how far the "

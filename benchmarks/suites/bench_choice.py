@@ -5,10 +5,11 @@
 Every point is one step: requests in groups that share a prefix, each with tokens of its own and one
 query token (decode), several (verification of drafts) or a chunk of a prompt (prefill); another
 request's whole prompt beside them (mixed); layers with a window or sinks. Four ways are timed in
-the engine's own worker, interleaved, with cold caches, until the median of the ratio is known to
-about 0.5 %: vLLM's backend; relay's backend with its cost model; relay's kernels without a group;
-and with every group. Planning is not in these times (see `bench_planning.py`), nor is the packing
-of segments, which is done once the regret of steps without it exceeds its cost.
+the engine's own worker, interleaved, with cold caches, until the medians of their ratios are known
+to about 0.5 %: vLLM's backend; relay's backend with its cost model, unless that is one of the
+others; relay's kernels without a group; and with every group. Planning is not in these times (see
+`bench_planning.py`), nor is the packing of segments, which is done once the regret of steps without
+it exceeds its cost.
 """
 
 import argparse

@@ -230,6 +230,11 @@ def main(argv: list[str] | None = None) -> int:
         "--prefill", action="store_true", help="time the prompts too: every round computes them"
     )
     args = parser.parse_args(argv)
+    several = len(args.requests) > 1
+    if several and (len(args.shared) > 1 or args.also or args.also_heads):
+        parser.error("--requests: several need one --shared, and no --also or --also-heads")
+    if args.also_heads and (args.also or args.model):
+        parser.error("--also-heads: not with --also or --model")
     console = make_console()
     given = [(count, shared, args.own) for count in args.requests for shared in args.shared]
     given += map(tuple, args.also)
@@ -244,7 +249,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     show(console, rows)
     if args.save:
-        swept = "-requests" if len(args.requests) > 1 else "-heads" if args.also_heads else ""
+        swept = "-requests" if several else "-heads" if args.also_heads else ""
         save_engines(console, f"decode{swept}", rows, args.eager)
     return 0
 

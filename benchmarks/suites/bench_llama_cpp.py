@@ -10,8 +10,10 @@ grid beside vLLM and relay: all servers are up, one at a time is under load.
 
 import argparse
 import json
+import os
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
@@ -26,12 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.harness import latin_square
 from benchmarks.harness.chat import asked, licence_prompt
 from benchmarks.harness.environment import HUGE_PAGES, kv_gib, model_path
-from benchmarks.harness.llama_cpp import SETTINGS, LlamaServer
+from benchmarks.harness.llama_cpp import RELEASE, SETTINGS, LlamaServer
 from benchmarks.harness.result_csv import Row
 from benchmarks.harness.terminal import add_eager, add_save, at_least, make_console, step
 from vllm_relay.lifetime import ended_in_order
 from vllm_relay.serving.agreement import WrongAnswers, check
-from vllm_relay.serving.comparison import interleaved, render
+from vllm_relay.serving.comparison import READY, interleaved, render
 from vllm_relay.serving.processes import Report, Server, kept_logs, serving
 from vllm_relay.serving.systems import REFERENCE, SYSTEMS
 
@@ -84,25 +86,30 @@ def timed(
     load: tuple[int, int],
     args: argparse.Namespace,
     report: Report,
+    reference: dict[int, list[str]] | None = None,
 ) -> list[Row]:
     """A row per system and round of one load; round 0 fills the caches.
 
+    Args:
+        reference: answers by round; those of the first server where there are none.
+
     Raises:
-        WrongAnswers: most of a server's answers begin otherwise than the first server's.
+        WrongAnswers: most of a server's answers begin with another word.
     """
     rows: list[Row] = []
     shared, requests = load
+    reference = {} if reference is None else reference
+    alike: Counter[str] = Counter()
     for number in range(args.repeats + 1):
         prompts, found = ask(shared, requests, number), {}
         for key in interleaved(list(servers), number):
             report(f"{requests} requests, {shared:,} shared tokens, round {number}: {key}")
             found[key] = client(servers[key], prompts, args.tokens)
-        first = next(iter(servers))
+        texts = reference.setdefault(number, found[next(iter(servers))]["generated_texts"])
         for key in servers:
-            texts = (found[key]["generated_texts"], found[first]["generated_texts"])
-            alike = sum(a.split()[:1] == b.split()[:1] for a, b in zip(*texts, strict=True))
-            if 2 * alike < requests:
-                raise WrongAnswers(f"{key}: {alike} of {requests} answers begin as {first}'s")
+            pairs = zip(found[key]["generated_texts"], texts, strict=True)
+            begin_alike = sum(a.split()[:1] == b.split()[:1] for a, b in pairs)
+            alike[key] += begin_alike
             row = {
                 "shared_tokens": shared,
                 "requests": requests,
@@ -110,31 +117,35 @@ def timed(
                 "round": number,
                 "system": key,
                 "prompt_tokens": sum(found[key]["input_lens"]),
-                "begin_alike": alike,
+                "begin_alike": begin_alike,
                 "tokens_per_s": round(found[key]["output_throughput"], 3),
                 "ttft_p50_s": round(found[key]["median_ttft_ms"] / 1e3, 4),
                 "ttft_p99_s": round(found[key]["p99_ttft_ms"] / 1e3, 4),
                 "tpot_p50_s": round(found[key]["median_tpot_ms"] / 1e3, 5),
             }
             rows += [row] if number else []
+    asked = requests * (args.repeats + 1)
+    for key in servers:
+        if 2 * alike[key] < asked:
+            raise WrongAnswers(f"{key}: {alike[key]} of {asked} answers begin as they should")
     return rows
 
 
 def try_settings(
-    ask: Ask, threads: int, args: argparse.Namespace, folder: Path, report: Report
+    ask: Ask, cores: Sequence[int], args: argparse.Namespace, folder: Path, report: Report
 ) -> list[Row]:
     """Rows of llama.cpp alone with each of its settings."""
     rows: list[Row] = []
-    for name, flags in SETTINGS.items():
+    reference: dict[int, list[str]] = {}
+    for number, (name, flags) in enumerate(SETTINGS.items()):
+        log = folder / f"settings-{len(cores)}-{number}.log"
         with ExitStack() as stack:
-            server = LlamaServer(
-                args.model, TRIED[1], TRIED[0] + OWN + args.tokens, threads, flags,
-                folder / f"settings-{len(rows)}.log",
-            )  # fmt: skip
+            tokens = TRIED[0] + OWN + args.tokens
+            server = LlamaServer(args.model, TRIED[1], tokens, cores, flags, log)
             stack.callback(server.stop)
-            server.wait_ready(report)
-            found = timed({LLAMA: server}, ask, TRIED, args, report)
-            rows += [{"part": "settings", "threads": threads, "settings": name, **x} for x in found]
+            server.wait_ready(lambda _: report(f"starting: {LLAMA}"))
+            found = timed({LLAMA: server}, ask, TRIED, args, report, reference)
+        rows += [{"part": "settings", "threads": len(cores), "settings": name, **x} for x in found]
     return rows
 
 
@@ -148,14 +159,20 @@ def fastest(rows: Sequence[Row]) -> str:
 
 
 def serve_grid(
-    ask: Ask, threads: int, settings: str, args: argparse.Namespace, folder: Path, report: Report
+    ask: Ask,
+    cores: Sequence[int],
+    settings: str,
+    args: argparse.Namespace,
+    folder: Path,
+    report: Report,
 ) -> list[Row]:
     """Rows of vLLM, relay and llama.cpp over shared length and requests."""
+    threads = len(cores)
     most, longest = max(args.requests), max(args.shared) + OWN + args.tokens
     flags = ["--max-model-len", str(longest), "--max-num-seqs", str(most)]
     flags += ["--enforce-eager"] if args.eager else []
     env = {"VLLM_CPU_KVCACHE_SPACE": str(kv_gib()), **HUGE_PAGES}
-    env["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}" if threads > 1 else "0"
+    env["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
     rows: list[Row] = []
     with ExitStack() as stack:
         servers: dict[str, Server] = {}
@@ -165,10 +182,10 @@ def serve_grid(
             started = serving(args.model, own, log, env=env, ready=False)
             servers[key] = stack.enter_context(started)
         log = folder / f"{LLAMA}-{threads}.log"
-        servers[LLAMA] = LlamaServer(args.model, most, longest, threads, SETTINGS[settings], log)
+        servers[LLAMA] = LlamaServer(args.model, most, longest, cores, SETTINGS[settings], log)
         stack.callback(servers[LLAMA].stop)
         for key, server in servers.items():
-            server.wait_ready(lambda doing, key=key: report(f"{key}: {doing}"), 1800)  # type: ignore[misc]
+            server.wait_ready(lambda _, key=key: report(f"starting: {key}"), READY)  # type: ignore[misc]
         prompts = ask(max(args.shared), most, -1)
         check({key: servers[key] for key in VLLM}, prompts, report)
         for shared in args.shared:
@@ -203,7 +220,7 @@ def show(console: Console, rows: Sequence[Row]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shared", type=int, nargs="+", default=[16, 1024, 4096])
+    parser.add_argument("--shared", type=at_least(1), nargs="+", default=[16, 1024, 4096])
     parser.add_argument("--requests", type=at_least(1), nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=at_least(2), default=32, help="that each request gets")
     parser.add_argument("--threads", type=at_least(1), nargs="+", default=[1, 2])
@@ -212,6 +229,9 @@ def main(argv: list[str] | None = None) -> int:
     add_eager(parser)
     add_save(parser)
     args = parser.parse_args(argv)
+    allowed = sorted(os.sched_getaffinity(0))
+    if max(args.threads) > len(allowed):
+        parser.error(f"--threads: there are {len(allowed)} cores")
     console, rows = make_console(), []
     args.model = model_path()
     from transformers import AutoTokenizer
@@ -221,7 +241,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def ask(shared: int, requests: int, number: int) -> list[str]:
         system = licence_prompt(plain, shared)
-        return render(tokenizer, system, asked(requests, f"{number}, {shared}"))
+        return render(tokenizer, system, asked(requests, f"{number}, {requests}, {shared}"))
 
     try:
         with ExitStack() as stack:
@@ -229,15 +249,16 @@ def main(argv: list[str] | None = None) -> int:
             report = stack.enter_context(step(console, "servers"))
             folder = stack.enter_context(kept_logs("vllm-relay-llama-"))
             for threads in args.threads:
-                settings = args.settings
+                cores, settings = allowed[:threads], args.settings
                 if settings is None:
-                    rows += try_settings(ask, threads, args, folder, report)
-                    settings = fastest([row for row in rows if row["threads"] == threads])
-                rows += serve_grid(ask, threads, settings, args, folder, report)
+                    tried = try_settings(ask, cores, args, folder, report)
+                    rows, settings = rows + tried, fastest(tried)
+                rows += serve_grid(ask, cores, settings, args, folder, report)
     except (RuntimeError, FileNotFoundError) as error:
         console.print(str(error), style="red", markup=False, soft_wrap=True)
         return 1
-    rows = [{"model": args.model.name, "kv_gib": kv_gib(), **row} for row in rows]
+    of_all = {"model": args.model.name, "llama_cpp": RELEASE, "kv_gib": kv_gib()}
+    rows = [{**of_all, **row} for row in rows]
     show(console, rows)
     if args.save:
         latin_square.save_engines(console, "llama_cpp", rows, args.eager)

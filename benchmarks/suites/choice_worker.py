@@ -70,12 +70,12 @@ def _measure(probe: Probe, costs: Costs, shape: Shape) -> dict[str, Any]:
     while True:
         for name, new in zip(times, probe.rounds(list(calls.values()), FEWEST), strict=True):
             times[name] += new
-        ratios = [a / b for a, b in zip(times["stock"], times[choice], strict=True)]
-        low, high = np.percentile(ratios, (25, 75))
-        # of the median of numbers about normally distributed
-        error = 1.25 * (high - low) / 1.35 / len(ratios) ** 0.5
-        if error < KNOWN * statistics.median(ratios) or time.perf_counter() - begun > BUDGET:
+        others = [times[name] for name in times if name != choice]
+        known = all(_error(other, times[choice]) < KNOWN for other in others)
+        if known or time.perf_counter() - begun > BUDGET:
             break
+    ratios = [a / b for a, b in zip(times["stock"], times[choice], strict=True)]
+    low, high = np.percentile(ratios, (25, 75))
     medians = {name: statistics.median(taken) for name, taken in times.items()}
     best = times[min(medians, key=medians.__getitem__)]
 
@@ -101,3 +101,13 @@ def _measure(probe: Probe, costs: Costs, shape: Shape) -> dict[str, Any]:
         "rounds": len(ratios),
         "relative_difference": float(difference / expected.square().mean().sqrt()),
     }
+
+
+def _error(other: list[float], chosen: list[float]) -> float:
+    """Standard error of the median ratio of two ways, as a part of it.
+
+    Of numbers that are about normally distributed.
+    """
+    ratios = [a / b for a, b in zip(other, chosen, strict=True)]
+    low, middle, high = np.percentile(ratios, (25, 50, 75))
+    return float(1.25 * (high - low) / 1.35 / len(ratios) ** 0.5 / middle)

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.harness import engines, latin_square, result_csv
 from benchmarks.harness.engines import Engine, Limits
-from benchmarks.report import write_report
+from benchmarks.report import comparison_figures, write_report
 from benchmarks.suites import (
     bench_attention,
     bench_completions,
@@ -93,8 +93,9 @@ def test_it_measures_every_system_and_the_report_shows_it(
     assert all(float(row["seconds"]) > 0 and float(row["tokens"]) > 0 for row in rows)
     assert_checked(rows)
     report = assert_reported(results, path)
-    assert "times vLLM's speed (median of" in report.partition("## How it was measured")[0]
-    scored = "Right answers differ from vLLM's by" in report
+    findings = report.partition("## How it was measured")[0]
+    assert "relay: " in findings and "times vLLM's speed in the median case, from" in findings
+    scored = "Right answers where a system is farthest from vLLM" in findings
     assert scored == (script in (bench_fewshot, bench_needles))
 
 
@@ -121,9 +122,16 @@ def test_decode_is_measured_and_the_report_names_what_gains_little(
 def test_models_that_differ_in_heads_are_measured_side_by_side(
     results: Path, shared: None, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_decode, "write_random_model", lambda folder, *heads: model)
+    written: list[tuple[int, ...]] = []
+
+    def write(folder: Path, *heads: int) -> Path:
+        written.append(heads)
+        return model
+
+    monkeypatch.setattr(bench_decode, "write_random_model", write)
     options = "--shared 256 --own 8 --requests 4 --steps 4 --repeats 1 --also-heads 8 1 64 --save"
     assert bench_decode.main(options.split()) == 0
+    assert written == [(16, 16, 128), (8, 1, 64)]
     path, rows = read(results, "decode-heads")
     assert len(rows) == 2
     assert "## Decode steps of MHA, GQA and MQA" in assert_reported(results, path)
@@ -135,6 +143,28 @@ def test_batches_of_several_sizes_are_measured(results: Path, shared: None, mode
     path, rows = read(results, "decode-requests")
     assert [row["requests"] for row in rows] == ["2", "4"]
     assert "## Decode steps by the size of the batch" in assert_reported(results, path)
+
+
+def test_right_answers_are_told_where_they_differ_most() -> None:
+    def row(questions: int, system: str, right: int) -> dict[str, Any]:
+        return {"questions": questions, "system": system, "right": right, "asked": questions}
+
+    rows = [row(100, "stock", 50), row(100, "relay", 48), row(16, "stock", 8), row(16, "relay", 6)]
+    # 2 of 16 is farther than 2 of 100
+    assert "6 of 16 beside 8; the binomial error of that number is 2.0" in (
+        comparison_figures.accuracy(rows)
+    )
+    assert comparison_figures.accuracy(rows[:1]) == ""
+    unscored = [{**x, "right": ""} for x in rows]
+    assert comparison_figures.accuracy(unscored) == ""
+
+
+@pytest.mark.parametrize(
+    "options", ["--requests 2 4 --shared 0 64", "--also-heads 8 1 64 --also 1 64 8"]
+)
+def test_workloads_that_no_figure_shows_are_refused(options: str) -> None:
+    with pytest.raises(SystemExit):
+        bench_decode.main(options.split())
 
 
 def test_attention_is_measured_beside_the_theory(results: Path) -> None:

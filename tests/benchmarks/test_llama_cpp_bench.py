@@ -1,6 +1,7 @@
 """`bench_llama_cpp.py`: with llama.cpp's server where `make llama` has built it."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from benchmarks.harness import llama_cpp, result_csv
 from benchmarks.suites import bench_llama_cpp
 from tests.benchmarks.reports import assert_reported, read
+from vllm_relay.serving.agreement import WrongAnswers
 
 pytestmark = [pytest.mark.engine]
 BUILT = (llama_cpp.FOLDER / "llama-server").is_file()
@@ -49,6 +51,30 @@ def test_the_report_says_who_is_fastest(tmp_path: Path) -> None:
     finding = "- [llama.cpp beside vLLM and relay](#llamacpp-beside-vllm-and-relay): Most tokens"
     assert f"{finding} per second of 1 cases: relay in 1." in report
     assert "| 1 | f16 | 51 | 0.50 | 25 |" in report
+
+
+def test_servers_that_answer_otherwise_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"stock": "yes it is", "llama.cpp": "no it is not"}
+
+    def client(server: Any, prompts: list[str], tokens: int) -> dict[str, Any]:
+        times = dict.fromkeys(
+            ("output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms"), 1.0
+        )
+        texts = [answers[server] for _ in prompts]
+        return {**times, "generated_texts": texts, "input_lens": [5 for _ in prompts]}
+
+    monkeypatch.setattr(bench_llama_cpp, "client", client)
+    servers: Any = {key: key for key in answers}
+    args = SimpleNamespace(repeats=1, tokens=4)
+
+    def timed() -> list[dict[str, Any]]:
+        ask = lambda shared, requests, number: ["?"] * requests  # noqa: E731
+        return bench_llama_cpp.timed(servers, ask, (64, 3), args, print)
+
+    with pytest.raises(WrongAnswers, match=r"llama.cpp: 0 of 6 answers"):
+        timed()
+    answers["llama.cpp"] = "yes indeed"
+    assert [row["begin_alike"] for row in timed()] == [3, 3]
 
 
 @pytest.mark.slow

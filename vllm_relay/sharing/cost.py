@@ -94,7 +94,7 @@ class Costs:
         return kernel.read * tokens + kernel.far * far_tokens(tokens, self.near, self.evicts)
 
     def with_margin(self, margin: float) -> "Costs":
-        """These costs with our kernels slower by ``margin`` (0.1: by 10 %), and groups again."""
+        """These costs with our kernels slower by ``margin`` (0.1: by 10 %)."""
         factor = 1 + margin
         return replace(
             self,
@@ -104,7 +104,6 @@ class Costs:
             fusion=factor * self.fusion,
             step=factor * self.step,
             level=factor * self.level,
-            margin=margin,
         )
 
     def with_packing(self, steps: int) -> "Costs":

@@ -97,6 +97,7 @@ class Constants:
             step=self.step,
             level=self.level,
             copy=self.copy * kv,
+            margin=0.0 if is_gpu(self.device) else MARGIN,
         )
 
     def shape(self) -> tuple[str, int, int, int, int, str, str]:
