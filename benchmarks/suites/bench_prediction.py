@@ -4,7 +4,8 @@
 
 Random models of 4 layers with several head shapes decode under one prefix or several. A step's
 attention is what it takes longer than that of an engine that skips attention. `explain` replays the
-same requests as a log, with the costs that this machine has measured.
+same requests as a log, with the costs that this machine has measured. Both suppose answers that are
+long enough to pack what they share.
 """
 
 import argparse
@@ -130,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
         "--cases", type=at_least(1), default=len(CASES), help="of each head shape, the first ones"
     )
     parser.add_argument("--shapes", type=at_least(1), default=len(SHAPES), help="the first ones")
-    parser.add_argument("--steps", type=at_least(3), default=24, help="tokens of each request")
+    parser.add_argument("--steps", type=at_least(3), default=64, help="tokens of each request")
     args = parser.parse_args(argv)
     console, rows = make_console(), []
     cases = CASES[: args.cases]
