@@ -197,7 +197,7 @@ def main(argv: list[str] | None = None) -> int:
         type=at_least(1),
         nargs="+",
         default=[32],
-        help="each with every prefix; several: in a CSV named decode-requests",
+        help="each with every prefix (several, CSV: decode-requests)",
     )
     parser.add_argument(
         "--also",
@@ -214,7 +214,9 @@ def main(argv: list[str] | None = None) -> int:
     add_options(parser, repeats=7)
     add_heads(parser)
     parser.add_argument(
-        "--model", type=Path, help="folder of a real model in place of a random one"
+        "--model",
+        type=Path,
+        help="folder of a real model (CSV: decode-model)",
     )
     parser.add_argument(
         "--also-heads",
@@ -223,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
         action="append",
         default=[],
         metavar=("QUERY", "KV", "SIZE"),
-        help="also a random model with these heads, in a CSV named decode-heads",
+        help="also a random model with these heads (CSV: decode-heads)",
     )
     parser.add_argument("--min-saved-tokens", type=int, help="the setting of that name")
     parser.add_argument(
@@ -249,8 +251,9 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     show(console, rows)
     if args.save:
-        swept = "-requests" if several else "-heads" if args.also_heads else ""
-        save_engines(console, f"decode{swept}", rows, args.eager)
+        kinds = {"-requests": several, "-heads": args.also_heads, "-model": args.model}
+        kind = next((name for name, applies in kinds.items() if applies), "")
+        save_engines(console, f"decode{kind}", rows, args.eager)
     return 0
 
 

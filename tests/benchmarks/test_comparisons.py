@@ -50,7 +50,7 @@ def started(model: Path) -> Iterator[dict[str, Engine]]:
 
 
 @pytest.fixture
-def shared(started: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+def shared(started: dict[str, Engine], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripts measure with these engines."""
 
     @contextmanager
@@ -62,6 +62,7 @@ def shared(started: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "engines", found)
     for module in (bench_tree, bench_order):
         monkeypatch.setattr(module, "write_random_model", lambda folder, *heads: folder)
+    monkeypatch.setattr(bench_decode, "write_random_model", lambda folder, *heads: model)
 
 
 @pytest.mark.parametrize(
@@ -100,11 +101,10 @@ def test_it_measures_every_system_and_the_report_shows_it(
 
 
 def test_decode_is_measured_and_the_report_names_what_gains_little(
-    results: Path, shared: None, model: Path
+    results: Path, shared: None
 ) -> None:
     options = "--shared 256 128 0 --also 1 256 8 --also 2 128 300 --own 8 --requests 4 --steps 4"
-    given = [*options.split(), "--repeats", "2", "--prefill", "--model", str(model), "--save"]
-    assert bench_decode.main(given) == 0
+    assert bench_decode.main([*options.split(), "--repeats", "2", "--prefill", "--save"]) == 0
     path, rows = read(results, "decode")
     assert [(row["requests"], row["shared_tokens"], row["own_tokens"]) for row in rows] == [
         *(("4", shared, "8") for shared in ("256", "128", "0")),
@@ -137,9 +137,9 @@ def test_models_that_differ_in_heads_are_measured_side_by_side(
     assert "## Decode steps of MHA, GQA and MQA" in assert_reported(results, path)
 
 
-def test_batches_of_several_sizes_are_measured(results: Path, shared: None, model: Path) -> None:
-    options = "--shared 256 --own 8 --requests 2 4 --steps 4 --repeats 1 --save --model"
-    assert bench_decode.main([*options.split(), str(model)]) == 0
+def test_batches_of_several_sizes_are_measured(results: Path, shared: None) -> None:
+    options = "--shared 256 --own 8 --requests 2 4 --steps 4 --repeats 1 --save"
+    assert bench_decode.main(options.split()) == 0
     path, rows = read(results, "decode-requests")
     assert [row["requests"] for row in rows] == ["2", "4"]
     assert "## Decode steps by the size of the batch" in assert_reported(results, path)
