@@ -116,7 +116,8 @@ SECTIONS = (
     Section(
         "tree", "One level of sharing and two",
         "Examples shared by all, problems by some, several samples of each problem. Where ranges "
-        "overlap, two levels are indistinguishable from one.",
+        "overlap, two levels are indistinguishable from one. The authors of Hydragen report 55 % "
+        "less time on competitive programming with a second level (arXiv 2402.05099, abstract).",
         comparison_figures.tree, comparison_figures.case_ratios,
     ),
     Section(
