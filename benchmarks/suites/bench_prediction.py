@@ -4,17 +4,19 @@
 
 Random models of 4 layers with several head shapes decode under one prefix or several. A step's
 attention is what it takes longer than that of an engine that skips attention. `explain` replays the
-same requests as a log, with the costs that this machine has measured. Both suppose answers that are
-long enough to pack what they share.
+same requests as a log, with costs that `vllm-relay calibrate` measures before the engines start, in
+a file that only this run has. Both suppose answers that are long enough to pack what they share.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.harness.engines import KV_BLOCK, Limits, engines
+from benchmarks.harness.environment import engine_environment
 from benchmarks.harness.latin_square import (
     Measured,
     Round,
@@ -62,6 +65,16 @@ def make_workload(requests: int, prefixes: int, shared: int, own: int, steps: in
     return Workload(dict(zip(names, (requests, prefixes, shared, own), strict=True)), make_round)
 
 
+@contextmanager
+def measured_costs(heads: tuple[int, int, int]) -> Iterator[None]:
+    """Costs of this shape, measured now: `explain` and the engines of the body read no others."""
+    with tempfile.TemporaryDirectory() as folder, engine_environment():
+        os.environ["VLLM_RELAY_DEVICES"] = str(Path(folder) / "devices.json")
+        command = beside_python("vllm-relay", "calibrate", "--shape", "/".join(map(str, heads)))
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+        yield
+
+
 def predict(workload: Workload, heads: tuple[int, int, int]) -> tuple[float, str]:
     """Speed-up that `vllm-relay explain` tells of a log of these requests; source of its costs."""
     prompts, lengths = workload.make_round(0)
@@ -78,7 +91,8 @@ def predict(workload: Workload, heads: tuple[int, int, int]) -> tuple[float, str
             command += [f"--{name}", str(value)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     data = json.loads(done.stdout)
-    return data["predicted_speedup"], data["costs"]["source"]
+    source, _, _ = data["costs"]["source"].partition(" (")  # the file is gone soon
+    return data["predicted_speedup"], source
 
 
 def row_of(measured: Measured, workload: Workload, heads: tuple[int, int, int]) -> Row:
@@ -141,6 +155,8 @@ def main(argv: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             model = write_random_model(Path(folder), *heads)
             with step(console, "/".join(map(str, heads))) as report:
+                report("measuring its costs")
+                stack.enter_context(measured_costs(heads))
                 started = stack.enter_context(engines(model, KEYS, limits, report=report))
             for workload in (make_workload(*case, args.steps) for case in cases):
                 try:
