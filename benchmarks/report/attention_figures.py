@@ -85,13 +85,13 @@ def draw_roofline(rows: list[Row], path: Path) -> None:
         for number, case in enumerate(sorted(intensity, key=lambda case: intensity[case])):
             axes.axvline(intensity[case], color="0.9", linewidth=0.8, zorder=0)
             axes.annotate(
-                case, (intensity[case], 1.4 * gemm * 1.5 ** (number % 3)),
+                case, (intensity[case], 1.4 * gemm * 1.5 ** (number % 4)),
                 fontsize="xx-small", ha="center",
             )  # fmt: skip
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xlim(lowest, highest)
-        axes.set_ylim(top=4.5 * gemm)
+        axes.set_ylim(top=6.5 * gemm)
         axes.set_title("{}/{} heads of {}".format(*shape), fontsize="medium")
         axes.set_xlabel("operations per byte of KV")
         axes.set_ylabel("GFLOP/s (median)")
