@@ -52,7 +52,7 @@ RUNS = (
     Run(
         "fewshot",
         "--subjects 2 --examples 0 20 --questions 16 --repeats 3 --eager",
-        "--examples 0 20 --without stock-no-caching",
+        "--examples 0 21 --without stock-no-caching",
     ),
     Run(
         "needles",

@@ -93,7 +93,7 @@ def make_workload(tokenizer: Tokenizer, examples: int, args: argparse.Namespace)
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="folder of a model; SmolLM2-135M by default")
-    parser.add_argument("--examples", type=int, nargs="+", default=[0, 5, 20])
+    parser.add_argument("--examples", type=int, nargs="+", default=[0, 5, 21])
     parser.add_argument("--subjects", type=int, default=8)
     parser.add_argument("--questions", type=int, default=32, help="per subject and round")
     parser.add_argument("--steps", type=int, default=8, help="tokens of each answer")
