@@ -101,8 +101,9 @@ def lines(rows: Sequence[Row], x: str, path: Path, title: str, x_label: str) -> 
             color=COLOURS[key],
             linestyle="-" if SYSTEMS[key].attention else ":",
         )
-    axes.set_xticks(sorted({row[x] for row in rows}))
-    finish(figure, axes, path, log=True)
+    ticks = sorted({row[x] for row in rows})
+    axes.set_xticks(ticks)
+    finish(figure, axes, path, log=len(ticks) > 1)
 
 
 def bars(rows: Sequence[Row], x: str, path: Path, title: str, x_label: str) -> None:

@@ -135,6 +135,8 @@ def finding(section: Section, rows: list[Row], ratios: Sequence[Ratio]) -> str:
         said.append(
             f"{system}: {middle:.2f} times vLLM's speed in the median case, from {least.times:.2f} "
             f"({least.case}) to {most.times:.2f} ({most.case})."
+            if len(mine) > 1
+            else f"{system}: {middle:.2f} times vLLM's speed ({most.case})."
         )
     said += [text] if (text := section.learned(rows)) else []
     anchor = re.sub(r"[^a-z0-9 -]", "", section.title.lower()).replace(" ", "-")
