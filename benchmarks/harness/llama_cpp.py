@@ -54,4 +54,6 @@ class LlamaServer(Server):
         command += ["--cpu-mask", f"{sum(1 << core for core in cores):x}"]
         # Weights in memory of its own, as vLLM has them. A cache of prompts that no slot holds
         # would be for nothing: each slot keeps its own.
-        Process.__init__(self, [*command, "--no-mmap", "--cache-ram", "0", *flags], log, HUGE_PAGES)
+        Process.__init__(
+            self, [*command, "--load-mode", "none", "--cache-ram", "0", *flags], log, HUGE_PAGES
+        )
