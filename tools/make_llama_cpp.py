@@ -28,10 +28,10 @@ PINNED = ROOT / "requirements" / "llama-cpp.txt"
 SERVER, WEIGHTS = "llama-server", f"{MODEL.name}-bf16.gguf"
 
 
-def folder_of(target: Path = ROOT / ".llama.cpp") -> Path:
-    """Where the pinned release lies once it is built."""
+def target_folder() -> Path:
+    """Where the pinned release lies once it is built; its name is the release."""
     (release,) = re.findall(r"==(\S+)", PINNED.read_text())
-    return target / release
+    return ROOT / ".llama.cpp" / release
 
 
 def call(*command: str | Path, env: Mapping[str, str] | None = None) -> None:
@@ -74,7 +74,7 @@ def convert(source: Path, target: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.parse_args()
-    target = folder_of()
+    target = target_folder()
     if not all((target / name).is_file() for name in (SERVER, WEIGHTS)):
         target.mkdir(parents=True, exist_ok=True)
         # Beside what is kept, so that a rename moves it there whole.

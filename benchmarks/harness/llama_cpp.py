@@ -1,16 +1,14 @@
 """llama.cpp's server, as `make llama` builds it, with the demo model's weights in bf16."""
 
-import re
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
-from benchmarks.harness.environment import HUGE_PAGES, ROOT
+from benchmarks.harness.environment import HUGE_PAGES
+from tools.make_llama_cpp import SERVER, target_folder
 from vllm_relay.serving.processes import Process, Server, free_port
 
-# As tools/make_llama_cpp.py names it.
-(RELEASE,) = re.findall(r"==(\S+)", (ROOT / "requirements" / "llama-cpp.txt").read_text())
-FOLDER = ROOT / ".llama.cpp" / RELEASE
+FOLDER = target_folder()
 # Settings of attention and the KV cache: name -> options.
 SETTINGS = {
     f"flash attention {flash}, {kv} KV, {'one buffer' if unified else 'a buffer per slot'}": [
@@ -42,7 +40,7 @@ class LlamaServer(Server):
         flags: Sequence[str],
         log: Path,
     ) -> None:
-        program, weights = FOLDER / "llama-server", FOLDER / f"{model.name}-bf16.gguf"
+        program, weights = FOLDER / SERVER, FOLDER / f"{model.name}-bf16.gguf"
         for path in (program, weights):
             if not path.is_file():
                 raise FileNotFoundError(f"no {path.name} in .llama.cpp: run `make llama`")

@@ -12,6 +12,7 @@ from vllm_relay.serving.systems import SYSTEMS
 
 # Threads, shared tokens, requests -> system -> a row per round.
 Grid = dict[tuple[int, int, int], dict[str, list[Row]]]
+HEADINGS = ("threads", "shared tokens", "requests", "tokens/s", "TTFT, s", "TPOT, ms", "most")
 
 
 def draw(rows: list[Row], path: Path) -> str:
@@ -21,7 +22,9 @@ def draw(rows: list[Row], path: Path) -> str:
     tried: dict[tuple[int, str], list[Row]] = {}
     for row in (row for row in rows if row["part"] == "settings"):
         tried.setdefault((row["threads"], row["settings"]), []).append(row)
-    grid_text = f"{_grid_table(grid)}\n{who_leads(rows)}\n"
+    names = " / ".join(map(_name, next(iter(grid.values()))))
+    cases = table(HEADINGS, grid_lines(rows))
+    grid_text = f"{names}; medians of rounds:\n\n{cases}\n{who_leads(rows)}\n"
     if not tried:
         return grid_text
     settings = table(
@@ -51,15 +54,12 @@ def _leader(found: dict[str, list[Row]]) -> str:
     return max(found, key=lambda system: _median(found[system], "tokens_per_s"))
 
 
-def _grid_table(grid: Grid) -> str:
-    systems = list(next(iter(grid.values())))
-    names = " / ".join(map(_name, systems))
-    headings = ["threads", "shared tokens", "requests", "tokens/s", "TTFT, s", "TPOT, ms", "most"]
-    lines = [
-        [*(f"{x:,}" for x in case), *_cells(found[x] for x in systems), _name(_leader(found))]
-        for case, found in grid.items()
+def grid_lines(rows: list[Row]) -> list[list[str]]:
+    """Cells under `HEADINGS` of each case; of several systems in one cell, in their order."""
+    return [
+        [*(f"{x:,}" for x in case), *_cells(found.values()), _name(_leader(found))]
+        for case, found in _grid(rows).items()
     ]
-    return f"{names}; medians of rounds:\n\n{table(headings, lines)}"
 
 
 def _cells(found: Iterable[Sequence[Row]]) -> list[str]:

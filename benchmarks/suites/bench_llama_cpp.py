@@ -1,4 +1,4 @@
-"""What a CPU would run instead: llama.cpp's server beside vLLM and relay, on the same prompts.
+"""llama.cpp's server beside vLLM and relay on a CPU, on the same prompts.
 
     make llama && python benchmarks/suites/bench_llama_cpp.py --save
 
@@ -28,9 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.harness import latin_square
 from benchmarks.harness.chat import asked, licence_prompt
 from benchmarks.harness.environment import HUGE_PAGES, kv_gib, model_path
-from benchmarks.harness.llama_cpp import RELEASE, SETTINGS, LlamaServer
+from benchmarks.harness.llama_cpp import FOLDER, SETTINGS, LlamaServer
 from benchmarks.harness.result_csv import Row
 from benchmarks.harness.terminal import add_eager, add_save, at_least, make_console, step
+from benchmarks.report.llama_cpp_figures import HEADINGS, grid_lines
 from vllm_relay.lifetime import ended_in_order
 from vllm_relay.serving.agreement import WrongAnswers, check
 from vllm_relay.serving.comparison import READY, interleaved, render
@@ -196,25 +197,12 @@ def serve_grid(
     return rows
 
 
-def show(console: Console, rows: Sequence[Row]) -> None:
-    table = Table(title="tokens per second (medians of rounds)")
-    for heading in ("threads", "shared", "requests", *VLLM, LLAMA, "TTFT", "TPOT"):
+def show(console: Console, rows: list[Row]) -> None:
+    table = Table(title=f"{', '.join(VLLM)}, {LLAMA} (medians of rounds)")
+    for heading in HEADINGS:
         table.add_column(heading, justify="right")
-    cells: dict[tuple[int, int, int], dict[str, list[Row]]] = {}
-    for row in (row for row in rows if row["part"] == "grid"):
-        at = row["threads"], row["shared_tokens"], row["requests"]
-        cells.setdefault(at, {}).setdefault(row["system"], []).append(row)
-    for at, found in cells.items():
-
-        def medians(name: str, found: Mapping[str, list[Row]] = found) -> list[float]:
-            return [statistics.median(x[name] for x in found[key]) for key in (*VLLM, LLAMA)]
-
-        table.add_row(
-            *map(str, at),
-            *(f"{x:,.0f}" for x in medians("tokens_per_s")),
-            " / ".join(f"{x:.2f} s" for x in medians("ttft_p50_s")),
-            " / ".join(f"{1e3 * x:.0f} ms" for x in medians("tpot_p50_s")),
-        )
+    for line in grid_lines(rows):
+        table.add_row(*line)
     console.print(table)
 
 
@@ -257,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
     except (RuntimeError, FileNotFoundError) as error:
         console.print(str(error), style="red", markup=False, soft_wrap=True)
         return 1
-    of_all = {"model": args.model.name, "llama_cpp": RELEASE, "kv_gib": kv_gib()}
+    of_all = {"model": args.model.name, "llama_cpp": FOLDER.name, "kv_gib": kv_gib()}
     rows = [{**of_all, **row} for row in rows]
     show(console, rows)
     if args.save:

@@ -21,7 +21,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 SMALL = ["--max-model-len", "2048", "--enforce-eager", "--max-num-seqs", "16"]
 # Without it vLLM kills its workers when a server stops, before they can report.
 IN_ORDER = ["--shutdown-timeout", "60"]
-# The engine in a process of its own.
 SETTINGS = {"relay": {"min_saved_tokens": 0}}
 PREFIX = "You are a careful assistant. Answer in one short sentence. " * 25
 
