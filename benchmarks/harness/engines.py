@@ -120,7 +120,7 @@ class Engine:
         """Ends the engine's process."""
         self._llm.llm_engine.engine_core.shutdown()
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, float]:
         return dict(self._llm.collective_rpc("counters")[0])
 
     def forget(self) -> None:

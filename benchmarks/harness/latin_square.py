@@ -43,7 +43,7 @@ class Measured:
     decode_tok_s: dict[str, list[float]] = field(default_factory=dict)
     tokens: int = 0
     distances: dict[str, Distance] = field(default_factory=dict)
-    counted: dict[str, dict[str, int]] = field(default_factory=dict)
+    counted: dict[str, dict[str, float]] = field(default_factory=dict)
     right: Counter[str] = field(default_factory=Counter)
     asked: int = 0
     parted: Counter[str] = field(default_factory=Counter)

@@ -69,16 +69,24 @@ def write_model(folder: Path, config: Any, seed: int = 0, peak: float = PEAK) ->
 
 
 def write_random_model(
-    folder: Path, num_heads: int, num_kv_heads: int, head_size: int, seed: int = 0
+    folder: Path,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    seed: int = 0,
+    *,
+    layers: int = LAYERS,
+    width: int | None = None,
 ) -> Path:
-    """`write_model` of a Llama with these heads."""
+    """`write_model` of a Llama with these heads, as wide as its queries unless told otherwise."""
     from transformers import LlamaConfig
 
+    width = width or num_heads * head_size
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=num_heads * head_size,
-        intermediate_size=2 * num_heads * head_size,
-        num_hidden_layers=LAYERS,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=head_size,

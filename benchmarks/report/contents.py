@@ -173,7 +173,8 @@ SECTIONS = (
         "prediction", "Prediction and measurement",
         "What `vllm-relay explain` says of the attention of decode steps, with the costs named "
         "below, and what engines take for it: the time of a step less that of an "
-        "engine that skips attention.",
+        "engine that skips attention. The engines' has the planning of steps in it, which is not "
+        "predicted.",
         decode_figures.prediction, lambda rows: [], learned=decode_figures.prediction_error,
     ),
 )  # fmt: skip

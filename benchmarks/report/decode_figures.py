@@ -148,7 +148,8 @@ def prediction(rows: list[Row], path: Path) -> str:
     finish(figure, axes, path)
     return table(
         ["heads", "requests", "prefixes", "shared tokens", "own tokens", "attention, vLLM, ms",
-         "attention, relay, ms", "times vLLM", "least to most", "predicted", "off by"],
+         "attention, relay, ms", "of it planning", "times vLLM", "least to most", "predicted",
+         "off by"],
         (
             [
                 f"{row['query_heads']}/{row['kv_heads']}",
@@ -160,6 +161,7 @@ def prediction(rows: list[Row], path: Path) -> str:
                     f"{row[f'{key}_step_ms'] - row['no_attention_step_ms']:.1f}"
                     for key in ("stock", "relay")
                 ),
+                f"{row['planning_ms']:.1f}",
                 f"{row['attention_speedup']:.2f}",
                 f"{row['attention_speedup_min']:.2f} to {row['attention_speedup_max']:.2f}",
                 f"{row['predicted_speedup']:.2f}",

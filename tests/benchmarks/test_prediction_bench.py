@@ -19,7 +19,7 @@ def _measured(stock: list[float], relay: list[float], bare: list[float]) -> Meas
     measured = Measured()
     for key, steps in zip(bench_prediction.KEYS, (stock, relay, bare), strict=True):
         measured.decode_tok_s[key] = [1e3 * 4 / ms for ms in steps]
-    measured.counted["relay"] = {"steps_relayed": 5}
+    measured.counted["relay"] = {"steps": 8, "steps_relayed": 5, "planning_seconds": 0.006}
     measured.distances["relay"] = Distance(0.01, 0.02)
     return measured
 
@@ -34,11 +34,11 @@ def test_attention_is_what_a_step_takes_beyond_one_without(predicted: None) -> N
     row = bench_prediction.row_of(measured, WORKLOAD, HEADS)
     assert row["attention_speedup"] == 2.0 and row["attention_speedup_max"] == 2.8571
     assert row["error"] == pytest.approx(0.1) and row["shared_tokens"] == 256
-    assert row["no_attention_step_ms"] == 10.0
+    assert row["no_attention_step_ms"] == 10.0 and row["planning_ms"] == 0.75
 
 
 def test_attention_within_the_spread_of_steps_is_refused(predicted: None) -> None:
-    measured = _measured([12.0, 12.0], [11.5, 13.0], [10.0, 11.0])
+    measured = _measured([12.0, 12.0], [11.5, 13.0], [10.0, 13.0])
     with pytest.raises(WrongAnswers, match=r"requests 4, .*lost in the spread"):
         bench_prediction.row_of(measured, WORKLOAD, HEADS)
 
