@@ -1,5 +1,7 @@
 """llama.cpp's server, as `make llama` builds it, with the demo model's weights in bf16."""
 
+import json
+import urllib.request
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -44,6 +46,7 @@ class LlamaServer(Server):
         for path in (program, weights):
             if not path.is_file():
                 raise FileNotFoundError(f"no {path.name} in .llama.cpp: run `make llama`")
+        self.slots = slots
         port = str(free_port())
         self.url, self.model, self.name = f"http://127.0.0.1:{port}", model, str(model)
         command = [str(program), "--model", str(weights), "--host", "127.0.0.1", "--port", port]
@@ -51,7 +54,22 @@ class LlamaServer(Server):
         command += ["--threads", str(len(cores)), "--cpu-strict", "1"]
         command += ["--cpu-mask", f"{sum(1 << core for core in cores):x}"]
         # Weights in memory of its own, as vLLM has them. A cache of prompts that no slot holds
-        # would be for nothing: each slot keeps its own.
-        Process.__init__(
-            self, [*command, "--load-mode", "none", "--cache-ram", "0", *flags], log, HUGE_PAGES
-        )
+        # would be for nothing: each slot keeps its own. vLLM's client cannot read pings.
+        command += ["--load-mode", "none", "--cache-ram", "0", "--sse-ping-interval", "-1"]
+        command += ["--slot-save-path", str(log.parent)]
+        Process.__init__(self, [*command, *flags], log, HUGE_PAGES)
+
+    def fill(self, prompt: str) -> None:
+        """Put the KV of a prompt in every slot: computed once, then copied through a file."""
+        self._post("/completion", prompt=prompt, n_predict=0, id_slot=0)
+        name = f"{self.log.stem}.kv"
+        self._post("/slots/0?action=save", filename=name)
+        for slot in range(1, self.slots):
+            self._post(f"/slots/{slot}?action=restore", filename=name)
+        (self.log.parent / name).unlink()
+
+    def _post(self, path: str, **data: str | int) -> None:
+        body = json.dumps(data).encode()
+        headers = {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(self.url + path, body, headers)):
+            pass

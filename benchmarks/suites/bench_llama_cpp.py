@@ -4,8 +4,9 @@
 
 The servers have the same weights in bf16. Chats under one system prompt arrive at once, greedy,
 with `vllm bench serve` as the client; new questions in every round, the system prompt in every
-server's cache. First llama.cpp's settings are tried one after another. The fastest serves the
-grid beside vLLM and relay: all servers are up, one at a time is under load.
+server's cache, of llama.cpp in that of every slot. First llama.cpp's settings are tried one after
+another, on the most threads. The fastest serves the grid beside vLLM and relay: all servers are up,
+one at a time is under load.
 """
 
 import argparse
@@ -101,6 +102,11 @@ def timed(
     shared, requests = load
     reference = {} if reference is None else reference
     alike: Counter[str] = Counter()
+    shared_text = os.path.commonprefix([x for i in (0, 1) for x in ask(shared, requests, i)])
+    for server in servers.values():
+        if isinstance(server, LlamaServer):
+            report(f"{shared:,} shared tokens into {server.slots} slots")
+            server.fill(shared_text)
     for number in range(args.repeats + 1):
         prompts, found = ask(shared, requests, number), {}
         for key in interleaved(list(servers), number):
@@ -236,12 +242,12 @@ def main(argv: list[str] | None = None) -> int:
             stack.enter_context(ended_in_order())
             report = stack.enter_context(step(console, "servers"))
             folder = stack.enter_context(kept_logs("vllm-relay-llama-"))
+            settings = args.settings
+            if settings is None:
+                rows = try_settings(ask, allowed[: max(args.threads)], args, folder, report)
+                settings = fastest(rows)
             for threads in args.threads:
-                cores, settings = allowed[:threads], args.settings
-                if settings is None:
-                    tried = try_settings(ask, cores, args, folder, report)
-                    rows, settings = rows + tried, fastest(tried)
-                rows += serve_grid(ask, cores, settings, args, folder, report)
+                rows += serve_grid(ask, allowed[:threads], settings, args, folder, report)
     except (RuntimeError, FileNotFoundError) as error:
         console.print(str(error), style="red", markup=False, soft_wrap=True)
         return 1
