@@ -8,17 +8,14 @@ from pathlib import Path
 from benchmarks.harness import latin_square
 from benchmarks.harness.result_csv import Row
 from benchmarks.report.figure_style import (
-    COLOURS,
     axes_of,
     bars,
-    by_system,
     finish,
     label,
     lines,
     medians,
 )
 from benchmarks.report.markdown import Ratio, kind_of, shown, table
-from vllm_relay.serving import gains
 from vllm_relay.serving.systems import REFERENCE, SYSTEMS
 
 # Columns of `latin_square.Measured.rows`, which follow those of the case.
@@ -174,63 +171,6 @@ def tree(rows: list[Row], path: Path) -> str:
         "tokens of each problem",
     )  # fmt: skip
     return cases_table(rows, ("problem_tokens",))
-
-
-def serving(rows: list[Row], path: Path) -> str:
-    row = rows[0]
-    title = f"{row['dataset']}: a prefix of {row['prefix_tokens']:,} tokens"
-    what = "latency per token, s (mean; min to max)"
-    swept = [x for x in rows if not math.isinf(x["rate"])]
-    figure, axes = axes_of(title, "requests per second (Poisson)" if swept else "", what)
-    for place, (key, mine) in enumerate(by_system(swept or rows).items()):
-        rates = sorted({row["rate"] for row in mine})
-        of = [[row["normalized_s"] for row in mine if row["rate"] == rate] for rate in rates]
-        middle, bounds = medians(of)
-        style = {"capsize": 3, "label": label(key), "color": COLOURS[key]}
-        if swept:
-            axes.errorbar(rates, middle, bounds, marker="o", **style)
-        else:  # all at once
-            axes.bar([place], middle, yerr=bounds, **style)
-            axes.set_xticks([])
-    if swept:
-        axes.set_xticks(sorted({row["rate"] for row in swept}))
-        axes.axhline(row["bound_s"], color="0.8", linewidth=0.8, zorder=0)
-    finish(figure, axes, path, log=bool(swept))
-    found = gains.summary(rows)
-    cells = [gains.cells(gain) for gain in found]
-    text = table(list(cells[0]), [list(line.values()) for line in cells])
-    text += (
-        f"\n{gains.legend(rows)} Systems that miss the bound twofold are skipped at higher rates.\n"
-    )
-    slowest = [
-        [*list(cell.values())[:2], f"{x['ttft_p99_s']:.3f} s", f"{1e3 * x['tpot_p99_s']:.1f} ms"]
-        for cell, x in zip(cells, found, strict=True)
-    ]
-    text += "\n99th percentiles of the requests of a round, medians of rounds:\n\n"
-    text += table([*list(cells[0])[:2], "TTFT", "TPOT"], slowest)
-    held = [f"- {line}" for line in gains.held_lines(rows, row["bound_s"])]
-    if held:
-        seconds = statistics.median(row["requests"] / row["rate"] for row in swept)
-        text += (
-            f"\nHighest rate of the sweep, each held for about {seconds:.0f} s, with latency per "
-            "token\n\n"
-        )
-    return text + "\n".join([*held, ""])
-
-
-def serving_ratios(rows: list[Row]) -> list[Ratio]:
-    return [
-        Ratio(
-            "all at once" if math.isinf(gain["rate"]) else f"{gain['rate']:g} requests/s",
-            "",
-            label(gain["system"]),
-            gain["times_latency"],
-            gain["times_latency_min"],
-            gain["times_latency_max"],
-        )
-        for gain in gains.summary(rows)
-        if SYSTEMS[gain["system"]].relay
-    ]
 
 
 def _first_tokens(rows: list[Row]) -> dict[tuple[str, str], list[float]]:

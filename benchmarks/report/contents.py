@@ -10,6 +10,7 @@ from benchmarks.report import (
     comparison_figures,
     decode_figures,
     llama_cpp_figures,
+    serving_figures,
 )
 from benchmarks.report.markdown import Ratio
 
@@ -41,18 +42,38 @@ SECTIONS = (
         "Chats under one system prompt: real servers side by side, `vllm bench serve` as the "
         "client. Latency per token is the RelayAttention paper's normalized latency. At lower "
         "rates fewer requests run at once, so there is less to share.",
-        comparison_figures.serving, comparison_figures.serving_ratios,
+        serving_figures.draw, serving_figures.ratios,
+    ),
+    Section(
+        "serving", "Latencies of interactive serving",
+        "Time to the first token and per further token of the requests of a round, at the highest "
+        "rate that every system was sent: of which share of the requests it is at most so long.",
+        serving_figures.distributions, lambda rows: [], "-latencies",
+        lambda row: "ttft_p90_s" in row,
     ),
     Section(
         "serving-prefix_repetition", "Interactive serving of repeated prefixes",
         "The client's `prefix_repetition` dataset. Prefixes are new in every round: the times "
         "include their prefill.",
-        comparison_figures.serving, comparison_figures.serving_ratios,
+        serving_figures.draw, serving_figures.ratios,
     ),
     Section(
         "serving-random", "Interactive serving of random prompts",
         "The client's `random` dataset with a prefix, new in every round.",
-        comparison_figures.serving, comparison_figures.serving_ratios,
+        serving_figures.draw, serving_figures.ratios,
+    ),
+    *(
+        Section(
+            f"serving-{name}", f"Interactive serving of a trace: {title}",
+            f"Mooncake's {title} trace through the client's `timed_trace` dataset: a block of 512 "
+            "tokens is one KV block of 128 here, prompts and answers are shortened alike, and "
+            "arrivals are stretched to the rate. Prompts are computed in the measured time, as far "
+            "as the prefix cache does not hold them.",
+            serving_figures.draw, serving_figures.ratios,
+        )
+        for name, title in (
+            ("conversation_trace", "conversation"), ("synthetic_trace", "synthetic")
+        )
     ),
     Section(
         "system-kv", "Starting with the system prompt in the cache",

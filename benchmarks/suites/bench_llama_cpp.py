@@ -102,7 +102,8 @@ def timed(
     shared, requests = load
     reference = {} if reference is None else reference
     alike: Counter[str] = Counter()
-    shared_text = os.path.commonprefix([x for i in (0, 1) for x in ask(shared, requests, i)])
+    texts = [prompt for number in (0, 1) for prompt in ask(shared, requests, number)]
+    shared_text = os.path.commonprefix(texts)  # noqa: RUF071 (letter by letter)
     for server in servers.values():
         if isinstance(server, LlamaServer):
             report(f"{shared:,} shared tokens into {server.slots} slots")

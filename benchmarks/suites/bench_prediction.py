@@ -27,7 +27,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.harness.engines import KV_BLOCK, Limits, engines
+from benchmarks.harness.engines import Limits, engines
 from benchmarks.harness.environment import engine_environment
 from benchmarks.harness.latin_square import (
     Measured,
@@ -40,6 +40,7 @@ from benchmarks.harness.latin_square import (
 from benchmarks.harness.random_model import VOCABULARY, write_random_model
 from benchmarks.harness.result_csv import Row
 from benchmarks.harness.terminal import at_least, make_console, step
+from benchmarks.harness.traces import explain
 from vllm_relay.serving.agreement import WrongAnswers
 from vllm_relay.serving.processes import beside_python
 
@@ -88,12 +89,9 @@ def predict(workload: Workload, heads: tuple[int, int, int]) -> tuple[float, str
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as log:
         log.write("\n".join(lines))
         log.flush()
-        command = beside_python("vllm-relay", "explain", log.name, "--json", "--max-levels", "3")
-        command += ["--concurrency", str(len(prompts)), "--block-tokens", str(KV_BLOCK)]
-        for name, value in zip(("heads", "kv-heads", "head-size"), heads, strict=True):
-            command += [f"--{name}", str(value)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    data = json.loads(done.stdout)
+        names = ("--heads", "--kv-heads", "--head-size")
+        shape = [x for pair in zip(names, heads, strict=True) for x in pair]
+        data = explain(Path(log.name), "--concurrency", len(prompts), *shape)
     source, _, _ = data["costs"]["source"].partition(" (")  # the file is gone soon
     return data["predicted_speedup"], source
 

@@ -6,14 +6,17 @@ After the RelayAttention paper's (arXiv 2402.14808) interactive workload: chats 
 system prompt, Poisson arrivals, `vllm bench serve` as the client; first all at once, then rate by
 rate. All servers are up, one at a time is under load, and each gets the same prompts.
 
-``--dataset`` uses the client's own prompts instead: ``prefix_repetition`` (several prefixes) or
-``random`` (one). Their prefixes are not known beforehand, so no KV file holds them.
+``--dataset`` uses the client's own prompts instead: ``prefix_repetition`` (several prefixes),
+``random`` (one), or ``timed_trace``, the requests of a trace (``--trace FILE``), shortened to the
+CPU engine's blocks, their arrivals stretched to the rates; beside them is what `vllm-relay explain`
+says of the trace. Their prefixes are not known beforehand, so no KV file holds them.
 """
 
 import argparse
 import math
+import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,10 +25,12 @@ from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.harness import traces
 from benchmarks.harness.chat import asked, licence_prompt
 from benchmarks.harness.environment import HUGE_PAGES, kv_gib, model_path
 from benchmarks.harness.latin_square import save_engines
 from benchmarks.harness.terminal import add_eager, add_save, at_least, make_console, step
+from benchmarks.report.serving_figures import title_of
 from vllm_relay.lifetime import ended_in_order
 from vllm_relay.serving import comparison, gains
 from vllm_relay.serving.commands import build_system_kv
@@ -35,6 +40,9 @@ from vllm_relay.serving.systems import FOUR, REFERENCE, SYSTEMS
 ENV = {"VLLM_CPU_KVCACHE_SPACE": str(kv_gib()), **HUGE_PAGES}
 # Tokens of each request after the prefix, of the client's own datasets.
 OWN = 64
+# Context length beyond the prefix.
+LONGER = 1024
+TRACE = "timed_trace"
 
 
 def chats(system: str, tokenizer: Any, args: argparse.Namespace, rate: float) -> Any:
@@ -68,6 +76,48 @@ def dataset_of(args: argparse.Namespace) -> dict[str, Any]:
     return {"dataset-name": args.dataset, **named}
 
 
+def traced(
+    rows: Sequence[dict[str, Any]], args: argparse.Namespace, folder: Path
+) -> list[Callable[[int], comparison.Load]]:
+    """Load factories: part after part of a trace, round after round.
+
+    Raises:
+        ValueError: the trace has too few requests.
+    """
+    counts = [requests_at(rate, args) for rate in args.rates]
+    if len(rows) < sum(counts) * args.repeats:
+        raise ValueError(f"{len(rows):,} requests, of {sum(counts) * args.repeats:,} needed")
+
+    def of(index: int, rate: float) -> Callable[[int], comparison.Load]:
+        def make(number: int) -> comparison.Load:
+            first = (number - 1) * sum(counts) + sum(counts[:index])
+            part = rows[first : first + counts[index]]
+            dataset = traces.dataset(part, part_of(folder, rate, number), len(part) / rate)
+            mean = round(statistics.mean(row["output_length"] for row in part))
+            return comparison.Load(rate, len(part), mean, dataset)
+
+        return make
+
+    return [of(index, rate) for index, rate in enumerate(args.rates)]
+
+
+def part_of(folder: Path, rate: float, number: int) -> Path:
+    """The file of a rate's requests in a round."""
+    return folder / f"trace-{rate:g}-{number}.jsonl"
+
+
+def add_predictions(rows: Sequence[dict[str, Any]], model: Path, folder: Path) -> None:
+    """Give each row of a trace the predicted speed-up of attention, at vLLM's concurrency."""
+    running = {(x["rate"], x["round"]): x["running"] for x in rows if x["system"] == REFERENCE}
+    predicted = {
+        of: traces.explain(part_of(folder, *of), "--concurrency", max(1, round(many)),
+                           "--model", model)["predicted_speedup"]
+        for of, many in running.items()
+    }  # fmt: skip
+    for row in rows:
+        row["predicted_attention"] = round(predicted[row["rate"], row["round"]], 4)
+
+
 def loads_of(
     system: str, tokenizer: Any, args: argparse.Namespace
 ) -> list[Callable[[int], comparison.Load]]:
@@ -85,11 +135,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, help="folder of a model; SmolLM2-135M by default")
     parser.add_argument(
-        "--dataset", choices=["chat", "prefix_repetition", "random"], default="chat"
+        "--dataset", choices=["chat", "prefix_repetition", "random", TRACE], default="chat"
     )
     parser.add_argument(
-        "--prefix-tokens", type=int, default=4000, help="of the system prompt or the prefixes"
+        "--trace", type=Path, help=f"of {TRACE}: lines with hash_ids, as Mooncake's traces have"
     )
+    parser.add_argument(
+        "--prefix-tokens", type=int, default=4000,
+        help=f"of the system prompt or the prefixes; {LONGER:,} less than the context length",
+    )  # fmt: skip
     parser.add_argument("--prefixes", type=int, default=1, help="of prefix_repetition")
     parser.add_argument("--requests", type=int, default=32, help="served at once, at most")
     parser.add_argument("--tokens", type=int, default=48, help="that each request gets")
@@ -112,6 +166,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if REFERENCE not in args.systems:
         parser.error(f"--systems: {REFERENCE} is what the others are compared with")
+    if (args.dataset == TRACE) != (args.trace is not None):
+        parser.error(f"--trace is the file of --dataset {TRACE}")
     if not all(rate > 0 for rate in args.rates):
         parser.error("--rates: each must be more than 0")
     console = make_console()
@@ -124,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--prefix-tokens: {error}")
     keys = [x for x in args.systems if args.dataset == "chat" or not SYSTEMS[x].system_kv]
     # The client's own prompts do not have exactly the lengths that they are to have.
-    flags = ["--max-model-len", str(args.prefix_tokens + 1024)]
+    flags = ["--max-model-len", str(args.prefix_tokens + LONGER)]
     flags += ["--enforce-eager"] if args.eager else []
     flags += ["--max-num-seqs", str(args.requests)]
     from transformers import AutoTokenizer
@@ -138,7 +194,13 @@ def main(argv: list[str] | None = None) -> int:
         for i, text in enumerate(systems)
         for prompt in comparison.render(tokenizer, text, asked(args.requests, "check")[i::prefixes])
     ]
-    loads = loads_of(system, tokenizer, args)
+    requests = []
+    try:
+        if args.trace is not None:
+            requests = traces.read_shortened(args.trace, args.prefix_tokens + LONGER)
+            traced(requests, args, Path())  # are there enough?
+    except (OSError, ValueError) as error:
+        parser.error(f"--trace: {error}")
     try:
         with ExitStack() as stack:
             stack.enter_context(ended_in_order())
@@ -151,24 +213,28 @@ def main(argv: list[str] | None = None) -> int:
                 options = ["--system-prompt", str(text), *flags]
                 file = folder / "prompt.relay"
                 files = [build_system_kv(model, file, options, env=ENV, report=report)]
+            if args.trace is None:
+                loads = loads_of(system, tokenizer, args)
+            else:
+                loads = traced(requests, args, folder)
             rows = comparison.compare(
                 model, keys, [*flags, "--disable-uvicorn-access-log"], loads, args.repeats, folder,
                 checked=checked, files=files, env=ENV, give_up=2 * args.bound, report=report,
             )  # fmt: skip
+            if args.trace is not None:
+                report("predictions")
+                add_predictions(rows, model, folder)
     except RuntimeError as error:
         console.print(str(error), style="red", markup=False, soft_wrap=True)
         return 1
-    of_all = {"model": model.name, "dataset": args.dataset, "prefix_tokens": args.prefix_tokens}
+    what = args.dataset if args.trace is None else args.trace.stem
+    prefix = args.prefix_tokens if args.trace is None else ""
+    of_all = {"model": model.name, "dataset": what, "prefix_tokens": prefix}
     rows = [{**of_all, "bound_s": args.bound, "kv_gib": kv_gib(), **row} for row in rows]
-    title = f"{args.dataset}: a prefix of {args.prefix_tokens:,} tokens (medians of rounds)"
-    gains.show(console, title, rows, args.bound)
+    gains.show(console, f"{title_of(rows[0])} (medians of rounds)", rows, args.bound)
     if args.save:
-        save_engines(
-            console,
-            "serving" if args.dataset == "chat" else f"serving-{args.dataset}",
-            rows,
-            args.eager,
-        )
+        name = "serving" if args.dataset == "chat" else f"serving-{what}"
+        save_engines(console, name, rows, args.eager)
     return 0
 
 

@@ -1,5 +1,6 @@
 """`bench_serving.py`: real servers, the real client, a small model."""
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -59,7 +60,12 @@ def test_the_system_prompt_of_the_chats_is_built_and_loaded(
 def test_servers_are_measured_on_chats_and_on_the_clients_own_prompts(
     results: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two runs on the same two servers, which the first of them starts."""
+    """Three runs on the same two servers, which the first of them starts."""
+    trace = results / "conversation_trace.jsonl"
+    row = {"timestamp": 0, "input_length": 2000, "output_length": 16, "hash_ids": [0, 1, 2]}
+    rows = [row | {"timestamp": 400 * i, "hash_ids": [0, 1, 2, 3 + i]} for i in range(3)]
+    rows.append(row | {"input_length": 9000})  # longer than the servers' contexts
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     running: dict[str, processes.Server] = {}
     with ExitStack() as stack:
 
@@ -75,16 +81,42 @@ def test_servers_are_measured_on_chats_and_on_the_clients_own_prompts(
         monkeypatch.setattr(bench_serving, "ENV", {"VLLM_CPU_KVCACHE_SPACE": "1"})
         options = "--prefix-tokens 300 --requests 3 --tokens 4 --repeats 1 --seconds 0.15 --save "
         options += "--eager --systems stock relay "
-        for given in ("--rates inf 20 --bound 60", "--dataset prefix_repetition --rates inf"):
+        for given in (
+            "--rates inf 20 --bound 60",
+            "--dataset prefix_repetition --rates inf",
+            f"--dataset timed_trace --rates 20 --trace {trace}",
+        ):
             given_options = f"{options}{given}".split()
             assert bench_serving.main([*given_options, "--model", str(model)]) == 0
     chats, rows = read(results, "serving")
     others, more = read(results, "serving-prefix_repetition")
-    for row in rows + more:
+    traced, last = read(results, "serving-conversation_trace")
+    for row in rows + more + last:
         assert float(row["tokens_per_s"]) > 0 and 0 <= float(row["logprob_rms"]) < 0.1
         assert row["requests"] == "3" and float(row["normalized_s"]) > 0
     assert [(row["rate"], row["system"]) for row in rows] == [
         ("inf", "relay"), ("inf", "stock"), ("20.0", "stock"), ("20.0", "relay")
     ]  # fmt: skip
-    assert "within 60 s per token: vLLM: at least 20 requests/s" in assert_reported(results, chats)
+    assert all(float(row["predicted_attention"]) >= 1 for row in last) and last[0]["tokens"] == "4"
+    report = assert_reported(results, chats, traced)
+    assert "within 60 s per token: vLLM: at least 20 requests/s" in report
+    assert "at once, vLLM / relay" in report and "| TTFT p90 |" in report
     assert {row["system"] for row in more} == {"stock", "relay"} and others.is_file()
+
+
+def test_traces_that_cannot_be_sent_are_refused(
+    results: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = results / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 9, "output_length": 9, "hash_ids": [1]}\n')
+    options = ["--dataset", "timed_trace", "--model", str(model)]
+
+    def refused(*more: str) -> str:
+        with pytest.raises(SystemExit):
+            bench_serving.main([*options, *more])
+        return capsys.readouterr().err
+
+    assert "--trace is the file of --dataset timed_trace" in refused()
+    assert "1 requests, of 630 needed" in refused("--trace", str(trace), "--rates", "1", "6")
+    trace.write_text('{"timestamp": 0}\n')
+    assert "line 1: KeyError('input_length')" in refused("--trace", str(trace))

@@ -35,7 +35,8 @@ def bench_serve(
         return "{} of {} requests".format(*counts[-1]) if counts else "preparing"
 
     log = result.with_suffix(".log")
-    run(command, log, progress=progress, report=report)
+    # The prompts of its traces are seeded by hashes.
+    run(command, log, {"PYTHONHASHSEED": "0"}, progress=progress, report=report)
     measured: dict[str, Any] = json.loads(result.read_text())
     if measured["failed"]:
         lines = next((x for x in measured.get("errors", []) if x), "").strip().splitlines()

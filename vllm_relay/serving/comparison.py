@@ -22,6 +22,8 @@ from vllm_relay.serving.systems import REFERENCE, SYSTEMS, memory_share
 # Seconds until a server must be ready: models can be large, and kernels compile.
 READY = 1800.0
 EVERYTHING_AT_ONCE = math.inf
+# Of the latencies of a round's requests.
+PERCENTILES = (10, 25, 50, 75, 90, 99)
 Key = TypeVar("Key")
 
 
@@ -67,7 +69,8 @@ def measure(
 ) -> dict[str, float]:
     """One run of ``vllm bench serve``: latencies in seconds, rates per second.
 
-    ``normalized_s`` is the paper's metric: end-to-end latency per output token, mean of requests.
+    ``normalized_s`` is the paper's metric: end-to-end latency per output token, mean of requests;
+    ``running`` the mean number of requests at once.
     """
     fixed = {
         "num-prompts": load.requests,
@@ -75,7 +78,7 @@ def measure(
         "seed": seed,
         "temperature": 0,
         "percentile-metrics": "ttft,tpot,itl,e2el",
-        "metric-percentiles": "50,99",
+        "metric-percentiles": ",".join(map(str, PERCENTILES)),
         "save-detailed": True,
     }
     found = bench_serve(server, {**client, **load.options(server.log.parent), **fixed}, report)
@@ -84,11 +87,13 @@ def measure(
         "completed": found["completed"],
         "requests_per_s": found["request_throughput"],
         "tokens_per_s": found["output_throughput"],
+        # Little's law.
+        "running": found["request_throughput"] * found["mean_e2el_ms"] / 1e3,
         "normalized_s": statistics.mean((ttft + sum(itls)) / n for ttft, itls, n in requests),
     }
     for name in ("ttft", "tpot", "itl"):
-        for ours, theirs in (("mean", "mean"), ("p50", "median"), ("p99", "p99")):
-            measured[f"{name}_{ours}_s"] = found[f"{theirs}_{name}_ms"] / 1e3
+        for column in ("mean", *(f"p{percent}" for percent in PERCENTILES)):
+            measured[f"{name}_{column}_s"] = found[f"{column}_{name}_ms"] / 1e3
     return measured
 
 

@@ -59,10 +59,14 @@ def sustained(rows: Sequence[Row], bound: float) -> dict[str, float | None]:
     return held
 
 
+def rate_text(rate: float, unit: str = "") -> str:
+    return "all at once" if math.isinf(rate) else f"{rate:g}{unit}"
+
+
 def cells(gain: Row) -> dict[str, str]:
     """One row of the table: heading -> text with its unit."""
     return {
-        "requests/s": "all at once" if math.isinf(gain["rate"]) else f"{gain['rate']:g}",
+        "requests/s": rate_text(gain["rate"]),
         "system": SYSTEMS[gain["system"]].label,
         "tokens/s": f"{gain['tokens_per_s']:,.0f}",
         "TTFT": f"{gain['ttft_p50_s']:.3f} s",
