@@ -57,7 +57,7 @@ RUNS = (
     Run(
         "needles",
         "--document 2048 --questions 1 16 --repeats 3 --min-seconds 25 --eager",
-        "--document 6144 --questions 1 4 16 64 256",
+        "--document 6144 --questions 1 4 16 64 256 --without stock-no-caching",
     ),
     Run(
         "completions",

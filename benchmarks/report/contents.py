@@ -46,8 +46,8 @@ SECTIONS = (
     ),
     Section(
         "serving", "Latencies of interactive serving",
-        "Time to the first token and per further token of the requests of a round, at the highest "
-        "rate that every system was sent: of which share of the requests it is at most so long.",
+        "Cumulative distributions over the requests of a round: time to the first token, and per "
+        "further token, at the highest rate that every system was sent.",
         serving_figures.distributions, lambda rows: [], "-latencies",
         lambda row: "ttft_p90_s" in row,
     ),
@@ -67,8 +67,9 @@ SECTIONS = (
             f"serving-{name}", f"Interactive serving of a trace: {title}",
             f"Mooncake's {title} trace through the client's `timed_trace` dataset: a block of 512 "
             "tokens is one KV block of 128 here, prompts and answers are shortened alike, and "
-            "arrivals are stretched to the rate. Prompts are computed in the measured time, as far "
-            "as the prefix cache does not hold them.",
+            "arrivals are stretched to the rate. Requests longer than the context are left out. "
+            "Prompts that the prefix cache does not hold are computed in the measured time, which "
+            "is all of the latency of an answer with one token.",
             serving_figures.draw, serving_figures.ratios,
         )
         for name, title in (
@@ -121,7 +122,8 @@ SECTIONS = (
         "llama_cpp", "llama.cpp beside vLLM and relay",
         "What many run on a CPU: llama.cpp's server, built for this machine from the sources that "
         "the PyPI package llama-cpp-python holds, with the same weights in bf16 and the same "
-        "prompts, at the settings that are fastest with 8 requests under 1,024 tokens. Chats "
+        "prompts, at the settings that are fastest with 8 requests under 1,024 tokens on the most "
+        "threads. Chats "
         "arrive at once, their system prompt in every server's cache. Other kernels round "
         "otherwise, so answers are not compared by log-probabilities: most have to begin with the "
         "same word.",
@@ -194,8 +196,8 @@ SECTIONS = (
         "prediction", "Prediction and measurement",
         "What `vllm-relay explain` says of the attention of decode steps, with the costs named "
         "below, and what engines take for it: the time of a step less that of an "
-        "engine that skips attention. The engines' has the planning of steps in it, which is not "
-        "predicted.",
+        "engine that skips attention. Measured attention includes the planning of steps, "
+        "predicted attention does not.",
         decode_figures.prediction, lambda rows: [], learned=decode_figures.prediction_error,
     ),
 )  # fmt: skip

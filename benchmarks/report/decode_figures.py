@@ -148,7 +148,7 @@ def prediction(rows: list[Row], path: Path) -> str:
     finish(figure, axes, path)
     return table(
         ["heads", "requests", "prefixes", "shared tokens", "own tokens", "attention, vLLM, ms",
-         "attention, relay, ms", "of it planning", "times vLLM", "least to most", "predicted",
+         "attention, relay, ms", "planning in it, ms", "times vLLM", "least to most", "predicted",
          "off by"],
         (
             [

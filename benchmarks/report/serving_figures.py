@@ -29,9 +29,9 @@ def draw(rows: list[Row], path: Path) -> str:
     row = rows[0]
     title = title_of(row)
     swept = [x for x in rows if not math.isinf(x["rate"])]
-    whats = {"normalized_s": "latency per token, s", "tokens_per_s": "tokens per second"}
-    figure, panels = panels_of(len(whats) if swept else 1)
-    for axes, (name, what) in zip(panels, whats.items(), strict=False):
+    shown = {"normalized_s": "latency per token, s", "tokens_per_s": "tokens per second"}
+    figure, panels = panels_of(len(shown) if swept else 1)
+    for axes, (name, what) in zip(panels, shown.items(), strict=False):
         axes.set_title(title, fontsize="medium")
         axes.set_ylabel(f"{what} (median of rounds; min to max)")
         for place, (key, mine) in enumerate(by_system(swept or rows).items()):
@@ -57,11 +57,13 @@ def draw(rows: list[Row], path: Path) -> str:
     text += (
         f"\n{gains.legend(rows)} Systems that miss the bound twofold are skipped at higher rates.\n"
     )
+    text += f"\nLatencies of the requests of a round, medians of rounds:\n\n{_latencies(rows)}"
     if "predicted_attention" in row:
         text += (
-            "\nRequests at once (means), and the speed-up of attention that `explain` predicts:\n\n"
+            f"\n{row['left_out']:.0%} of the trace's requests were longer than the context. Mean "
+            "requests at once, and the speed-up of decode attention that `vllm-relay explain` "
+            f"predicts with vLLM's:\n\n{_predicted(rows)}"
         )
-        text += _predicted(rows)
     held = [f"- {line}" for line in gains.held_lines(rows, row["bound_s"])]
     if held:
         seconds = statistics.median(row["requests"] / row["rate"] for row in swept)
@@ -73,55 +75,60 @@ def draw(rows: list[Row], path: Path) -> str:
 
 
 def distributions(rows: list[Row], path: Path) -> str:
-    """Shares of the requests within a latency, at the highest rate that all systems were sent."""
+    """Cumulative distributions of latencies at the highest rate that all systems were sent."""
     systems = by_system(rows)
-    rates = [{row["rate"] for row in mine} for mine in systems.values()]
-    rate = max(set.intersection(*rates))
+    rates = set.intersection(*({row["rate"] for row in mine} for mine in systems.values()))
+    rate = max(rates - {math.inf}, default=math.inf)
     figure, panels = panels_of(2)
     for axes, name, title in zip(panels, ("ttft", "tpot"), ("first token", "token"), strict=True):
-        axes.set_title(
-            f"{gains.rate_text(rate, ' requests/s')}: time per {title}", fontsize="medium"
-        )
+        where = gains.rate_text(rate, " requests/s")
+        axes.set_title(f"{where}: time per {title}", fontsize="medium")
         axes.set_xlabel("seconds (medians of rounds)")
+        axes.set_ylabel("% of the requests")
         for key, mine in systems.items():
-            mine = [row for row in mine if row["rate"] == rate]
-            of = [[row[f"{name}_p{x}_s"] for row in mine] for x in PERCENTILES]
+            at_rate = [row for row in mine if row["rate"] == rate]
+            of = [[row[f"{name}_p{x}_s"] for row in at_rate] for x in PERCENTILES]
             axes.plot(
                 [statistics.median(x) for x in of], PERCENTILES, marker="o", color=COLOURS[key],
-                label=label(key) if name == "ttft" else None,
+                label=label(key) if axes is panels[0] else None,
             )  # fmt: skip
-    panels[0].set_ylabel("% of the requests")
+        axes.set_ylim(0, 100)
     finish(figure, panels[0], path)
-    shown = (50, 90, 99)
+    return ""
+
+
+def _latencies(rows: list[Row]) -> str:
+    """50th, 90th and 99th percentiles of each system's latencies, as far as the CSV has them."""
+    shown = [x for x in (50, 90, 99) if f"ttft_p{x}_s" in rows[0]]
     lines = []
-    for at in dict.fromkeys(row["rate"] for row in rows):
-        for key, mine in by_system(row for row in rows if row["rate"] == at).items():
+    for rate in dict.fromkeys(row["rate"] for row in rows):
+        for key, mine in by_system(row for row in rows if row["rate"] == rate).items():
             ttft, tpot = (
                 [statistics.median(row[f"{name}_p{x}_s"] for row in mine) for x in shown]
                 for name in ("ttft", "tpot")
             )
             times = [*(f"{x:.3f} s" for x in ttft), *(f"{1e3 * x:.1f} ms" for x in tpot)]
-            lines.append([gains.rate_text(at), label(key), *times])
+            lines.append([gains.rate_text(rate), label(key), *times])
     names = (f"{name} p{x}" for name in ("TTFT", "TPOT") for x in shown)
     return table(["requests/s", "system", *names], lines)
 
 
 def _predicted(rows: list[Row]) -> str:
-    """Per rate: requests at once of each system, and the predictions of the rounds."""
+    """Mean requests at once of each system and rate, and the predictions of the rounds."""
+    systems = by_system(rows)
     lines = []
     for rate in dict.fromkeys(row["rate"] for row in rows):
-        mine = by_system([row for row in rows if row["rate"] == rate])
-        running = [statistics.median(x["running"] for x in of) for of in mine.values()]
-        predicted = [row["predicted_attention"] for of in mine.values() for row in of]
+        of = [[row["running"] for row in x if row["rate"] == rate] for x in systems.values()]
+        predicted = [row["predicted_attention"] for row in rows if row["rate"] == rate]
         lines.append(
             [
                 gains.rate_text(rate),
-                " / ".join(f"{x:.1f}" for x in running),
+                *(f"{statistics.median(x):.1f}" if x else "" for x in of),
                 f"{min(predicted):.2f} to {max(predicted):.2f}",
             ]
         )
-    systems = " / ".join(map(label, by_system(rows)))
-    return table(["requests/s", f"at once, {systems}", "predicted"], lines)
+    names = (f"at once, {label(key)}" for key in systems)
+    return table(["requests/s", *names, "predicted speed-up"], lines)
 
 
 def ratios(rows: list[Row]) -> list[Ratio]:

@@ -4,7 +4,7 @@
 
 The servers have the same weights in bf16. Chats under one system prompt arrive at once, greedy,
 with `vllm bench serve` as the client; new questions in every round, the system prompt in every
-server's cache, of llama.cpp in that of every slot. First llama.cpp's settings are tried one after
+server's cache, and in every slot of llama.cpp. First llama.cpp's settings are tried one after
 another, on the most threads. The fastest serves the grid beside vLLM and relay: all servers are up,
 one at a time is under load.
 """

@@ -76,23 +76,18 @@ def dataset_of(args: argparse.Namespace) -> dict[str, Any]:
     return {"dataset-name": args.dataset, **named}
 
 
-def traced(
+def trace_loads(
     rows: Sequence[dict[str, Any]], args: argparse.Namespace, folder: Path
 ) -> list[Callable[[int], comparison.Load]]:
-    """Load factories: part after part of a trace, round after round.
-
-    Raises:
-        ValueError: the trace has too few requests.
-    """
+    """Load factories: part after part of a trace, round after round."""
     counts = [requests_at(rate, args) for rate in args.rates]
-    if len(rows) < sum(counts) * args.repeats:
-        raise ValueError(f"{len(rows):,} requests, of {sum(counts) * args.repeats:,} needed")
 
     def of(index: int, rate: float) -> Callable[[int], comparison.Load]:
         def make(number: int) -> comparison.Load:
             first = (number - 1) * sum(counts) + sum(counts[:index])
             part = rows[first : first + counts[index]]
-            dataset = traces.dataset(part, part_of(folder, rate, number), len(part) / rate)
+            path = part_of(folder, rate, number)
+            dataset = traces.write_dataset(part, path, len(part) / rate)
             mean = round(statistics.mean(row["output_length"] for row in part))
             return comparison.Load(rate, len(part), mean, dataset)
 
@@ -170,6 +165,15 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--trace is the file of --dataset {TRACE}")
     if not all(rate > 0 for rate in args.rates):
         parser.error("--rates: each must be more than 0")
+    requests, left_out = [], 0
+    if args.trace is not None:
+        try:
+            requests, left_out = traces.read_shortened(args.trace, args.prefix_tokens + LONGER)
+        except (OSError, ValueError) as error:
+            parser.error(f"--trace: {error}")
+        needed = args.repeats * sum(requests_at(rate, args) for rate in args.rates)
+        if len(requests) < needed:
+            parser.error(f"--trace: {len(requests):,} requests, of {needed:,} needed")
     console = make_console()
     model = args.model or model_path()
     try:
@@ -194,13 +198,6 @@ def main(argv: list[str] | None = None) -> int:
         for i, text in enumerate(systems)
         for prompt in comparison.render(tokenizer, text, asked(args.requests, "check")[i::prefixes])
     ]
-    requests = []
-    try:
-        if args.trace is not None:
-            requests = traces.read_shortened(args.trace, args.prefix_tokens + LONGER)
-            traced(requests, args, Path())  # are there enough?
-    except (OSError, ValueError) as error:
-        parser.error(f"--trace: {error}")
     try:
         with ExitStack() as stack:
             stack.enter_context(ended_in_order())
@@ -216,7 +213,7 @@ def main(argv: list[str] | None = None) -> int:
             if args.trace is None:
                 loads = loads_of(system, tokenizer, args)
             else:
-                loads = traced(requests, args, folder)
+                loads = trace_loads(requests, args, folder)
             rows = comparison.compare(
                 model, keys, [*flags, "--disable-uvicorn-access-log"], loads, args.repeats, folder,
                 checked=checked, files=files, env=ENV, give_up=2 * args.bound, report=report,
@@ -227,9 +224,12 @@ def main(argv: list[str] | None = None) -> int:
     except RuntimeError as error:
         console.print(str(error), style="red", markup=False, soft_wrap=True)
         return 1
-    what = args.dataset if args.trace is None else args.trace.stem
-    prefix = args.prefix_tokens if args.trace is None else ""
-    of_all = {"model": model.name, "dataset": what, "prefix_tokens": prefix}
+    what = args.dataset
+    of_all = {"model": model.name, "dataset": what, "prefix_tokens": args.prefix_tokens}
+    if args.trace is not None:
+        what = args.trace.stem.removeprefix("mooncake_")
+        left_out /= left_out + len(requests)
+        of_all |= {"dataset": what, "prefix_tokens": "", "left_out": round(left_out, 4)}
     rows = [{**of_all, "bound_s": args.bound, "kv_gib": kv_gib(), **row} for row in rows]
     gains.show(console, f"{title_of(rows[0])} (medians of rounds)", rows, args.bound)
     if args.save:

@@ -29,6 +29,10 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_prediction, "predict", lambda *_: (2.2, "costs of AMD EPYC"))
 
 
+def test_every_model_has_whole_heads() -> None:
+    assert not any(bench_prediction.WIDTH % heads for heads, *_ in bench_prediction.SHAPES)
+
+
 def test_attention_is_what_a_step_takes_beyond_one_without(predicted: None) -> None:
     measured = _measured([50.0, 51.0, 70.0], [30.0, 30.5, 31.0], [10.0, 10.0, 10.0])
     row = bench_prediction.row_of(measured, WORKLOAD, HEADS)
@@ -38,7 +42,7 @@ def test_attention_is_what_a_step_takes_beyond_one_without(predicted: None) -> N
 
 
 def test_attention_within_the_spread_of_steps_is_refused(predicted: None) -> None:
-    measured = _measured([12.0, 12.0], [11.5, 13.0], [10.0, 13.0])
+    measured = _measured([12.0, 12.0], [11.5, 13.0], [10.0, 14.0])
     with pytest.raises(WrongAnswers, match=r"requests 4, .*lost in the spread"):
         bench_prediction.row_of(measured, WORKLOAD, HEADS)
 

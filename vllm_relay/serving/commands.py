@@ -35,7 +35,7 @@ def bench_serve(
         return "{} of {} requests".format(*counts[-1]) if counts else "preparing"
 
     log = result.with_suffix(".log")
-    # The prompts of its traces are seeded by hashes.
+    # Prompts of a timed trace are seeded by `hash`: the same ones for every system.
     run(command, log, {"PYTHONHASHSEED": "0"}, progress=progress, report=report)
     measured: dict[str, Any] = json.loads(result.read_text())
     if measured["failed"]:

@@ -22,7 +22,7 @@ from vllm_relay.serving.systems import REFERENCE, SYSTEMS, memory_share
 # Seconds until a server must be ready: models can be large, and kernels compile.
 READY = 1800.0
 EVERYTHING_AT_ONCE = math.inf
-# Of the latencies of a round's requests.
+# Percentiles of the latencies of a round's requests.
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 Key = TypeVar("Key")
 
@@ -31,9 +31,10 @@ Key = TypeVar("Key")
 class Load:
     """Requests of one run of the client."""
 
-    rate: float  # requests per second, Poisson; `EVERYTHING_AT_ONCE` sends all at the start
+    # Requests per second, Poisson or as a trace has them; `EVERYTHING_AT_ONCE`: all at the start.
+    rate: float
     requests: int
-    tokens: int  # output tokens of each request
+    tokens: int  # output tokens of each request; of a trace's the mean
     # Options of ``vllm bench serve`` that choose the prompts.
     dataset: dict[str, Any] = field(default_factory=dict)
     prompts: Sequence[str] = ()  # rendered, one per request, instead of a dataset
@@ -87,7 +88,7 @@ def measure(
         "completed": found["completed"],
         "requests_per_s": found["request_throughput"],
         "tokens_per_s": found["output_throughput"],
-        # Little's law.
+        # Little's law: the mean of requests at once is their rate times their mean latency.
         "running": found["request_throughput"] * found["mean_e2el_ms"] / 1e3,
         "normalized_s": statistics.mean((ttft + sum(itls)) / n for ttft, itls, n in requests),
     }
