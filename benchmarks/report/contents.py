@@ -123,10 +123,10 @@ SECTIONS = (
         "What many run on a CPU: llama.cpp's server, built for this machine from the sources that "
         "the PyPI package llama-cpp-python holds, with the same weights in bf16 and the same "
         "prompts, at the settings that are fastest with 8 requests under 1,024 tokens on the most "
-        "threads. Chats "
-        "arrive at once, their system prompt in every server's cache. Other kernels round "
-        "otherwise, so answers are not compared by log-probabilities: most have to begin with the "
-        "same word.",
+        "threads. Chats arrive at once, their system prompt in every server's cache. llama.cpp "
+        "holds and reads it once per slot. On the most threads there is no core left for the "
+        "client and the servers' other processes. Other kernels round otherwise, so answers are "
+        "not compared by log-probabilities: most have to begin with the same word.",
         llama_cpp_figures.draw, lambda rows: [], learned=llama_cpp_figures.who_leads,
     ),
     Section(
