@@ -7,14 +7,7 @@ from pathlib import Path
 
 from benchmarks.harness import latin_square
 from benchmarks.harness.result_csv import Row
-from benchmarks.report.figure_style import (
-    axes_of,
-    bars,
-    finish,
-    label,
-    lines,
-    medians,
-)
+from benchmarks.report.figure_style import axes_of, bars, finish, label, lines, medians
 from benchmarks.report.markdown import Ratio, kind_of, shown, table
 from vllm_relay.serving.systems import REFERENCE, SYSTEMS
 

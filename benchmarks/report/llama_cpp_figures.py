@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.harness.result_csv import Row
-from benchmarks.report.figure_style import COLOURS, close, label, panels_of
+from benchmarks.report.figure_style import COLOURS, finish, label, medians, panels_of
 from benchmarks.report.markdown import table
 from vllm_relay.serving.systems import SYSTEMS
 
@@ -80,14 +80,12 @@ def _figure(grid: Grid, path: Path) -> None:
         cases = [case for case in grid if case[0] == threads]
         for number, system in enumerate(systems):
             runs = [[row["tokens_per_s"] for row in grid[case][system]] for case in cases]
-            middle = [statistics.median(run) for run in runs]
-            below = [x - min(run) for x, run in zip(middle, runs, strict=True)]
-            above = [max(run) - x for x, run in zip(middle, runs, strict=True)]
+            middle, bounds = medians(runs)
             axes.bar(
                 [x + 0.28 * (number - 1) for x in range(len(cases))],
                 middle,
                 0.26,
-                yerr=(below, above),
+                yerr=bounds,
                 capsize=2,
                 color=COLOURS.get(system, "C4"),
                 label=_name(system) if axes is panels[0] else None,
@@ -96,9 +94,7 @@ def _figure(grid: Grid, path: Path) -> None:
         axes.set_xticks(range(len(cases)), [f"{shared:,}\n{n}" for _, shared, n in cases])
         axes.set_xlabel("shared tokens, requests at once")
         axes.set_ylabel("tokens per second (median; min to max)")
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize="small")
-    figure.savefig(path, dpi=150)
-    close(figure)
+    finish(figure, panels[0], path)
 
 
 def _median(rows: Sequence[Row], name: str) -> float:

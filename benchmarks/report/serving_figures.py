@@ -5,14 +5,7 @@ import statistics
 from pathlib import Path
 
 from benchmarks.harness.result_csv import Row
-from benchmarks.report.figure_style import (
-    COLOURS,
-    by_system,
-    finish,
-    label,
-    medians,
-    panels_of,
-)
+from benchmarks.report.figure_style import COLOURS, by_system, finish, label, medians, panels_of
 from benchmarks.report.markdown import Ratio, table
 from vllm_relay.serving import gains
 from vllm_relay.serving.comparison import PERCENTILES
