@@ -17,9 +17,10 @@ from vllm_relay.serving.provenance import provenance
 
 
 @pytest.fixture
-def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Those that would have been run; bench_tree.py fails."""
+def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
+    """Those that would have been run where nothing was measured yet; bench_tree.py fails."""
     found: list[list[str]] = []
+    monkeypatch.setattr(run_all, "RESULTS", tmp_path)
 
     def status_of(command: list[str]) -> int:
         found.append(command)
@@ -57,7 +58,6 @@ def test_the_whole_grid_goes_on_where_it_was_ended(
     run = next(run for run in run_all.RUNS if run.name == "needles")
     command = f"python benchmarks/suites/bench_needles.py {run.full} --save"
     row = {**provenance(), "command": command, "revision": "now", **changed}
-    monkeypatch.setattr(run_all, "RESULTS", tmp_path)
     monkeypatch.setattr(run_all, "ROOT", tmp_path)
     write_csv(tmp_path / "needles.csv", [{"system": "relay"}], row)
     monkeypatch.setattr(run_all, "same_code", lambda then: then == "now")
