@@ -198,9 +198,12 @@ class WorkerExtension(LayerReporter):
                 if not found.stats.groups:
                     continue
                 step = found.step
-                starts = step.plan.context.query_start_loc
-                grouped = step.plan.index[0][starts[:-1]] >= 0
-                seen = {"levels": [len(step.plan.levels)], "queries": np.diff(starts)[grouped]}
+                starts = step.attention.plan.context.query_start_loc
+                grouped = step.attention.plan.index[0][starts[:-1]] >= 0
+                seen = {
+                    "levels": [len(step.attention.plan.levels)],
+                    "queries": np.diff(starts)[grouped],
+                }
                 for name, values in seen.items():
                     for value in map(int, values):
                         _seen[name][value] = _seen[name].get(value, 0) + 1

@@ -73,7 +73,10 @@ class RecordedStep:
     """The arguments of `NativeStep` that say what is read packed."""
 
     def __init__(self, plan: Any, packed: list[bool], shape: Any) -> None:
-        self.packed = packed
+        self.plan, self.packed = plan, packed
+
+    def go_on(self, context: Any) -> None:
+        self.plan = replace(self.plan, context=context)
 
 
 class BrokenPlanner:
@@ -204,7 +207,8 @@ class Engine:
     def _read(self, relay: Any) -> None:
         """Read what the kernels would of packed segments, and compare."""
         segments = iter(relay.segments)
-        for blocks, packed in zip(_groups(relay.plan), relay.attention.packed, strict=True):
+        step = relay.attention
+        for blocks, packed in zip(_groups(step.plan), step.packed, strict=True):
             if not packed:
                 continue
             segment, first = next(segments)

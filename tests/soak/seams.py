@@ -45,8 +45,8 @@ def _places() -> dict[str, list[tuple[Any, str]]]:
             *_named(step_planner.StepPlanner, "plan"),
             *_named(PackedCache, "begin_step of_step find"),
             *_named(Planner, "plan"),
-            *_named(step_planner, "make_plan stats_of written_blocks"),
-            *_named(NativeStep, "__init__"),
+            *_named(step_planner, "make_plan context_of stats_of written_blocks"),
+            *_named(NativeStep, "__init__ go_on"),
         ],
         "system KV": [
             *_named(writer.Writer, "write _write_group"),

@@ -18,21 +18,19 @@ from vllm_relay.ops.native import library as native
 from vllm_relay.ops.native.packed import PackedSegment
 from vllm_relay.ops.native.prepared import AttentionShape
 from vllm_relay.ops.step.native import NativeStep
-from vllm_relay.sharing import HostPlan
 
 
 @dataclass(frozen=True, eq=False)
 class RelayStep:
-    """The plan of one step, laid out once and run by every layer of one shape.
+    """One step, laid out once and run by every layer of one shape; true until the next is planned.
 
     Attributes:
         segments: packed segments that `attention` reads, in its order.
         scrubbed: the layer that is compared with vLLM's own, or None.
     """
 
-    plan: HostPlan
-    segments: Sequence[Found]
     attention: NativeStep
+    segments: Sequence[Found]
     scrubbed: "RelayImpl | None" = None
 
 

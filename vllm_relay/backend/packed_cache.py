@@ -209,5 +209,6 @@ def _gain(group: Group, choice: Choice, costs: Costs) -> float:
 
 
 def written_blocks(slot_mapping: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
-    """Blocks that a slot mapping writes to (``-1`` writes nothing)."""
-    return np.unique(slot_mapping[slot_mapping >= 0] // block_size)
+    """Blocks that a slot mapping writes to (``-1`` writes nothing), some of them twice."""
+    blocks = slot_mapping[slot_mapping >= 0] // block_size
+    return blocks[np.diff(blocks, prepend=-1) != 0]  # a request's slots are adjacent

@@ -13,7 +13,7 @@ from vllm_relay.backend.packed_cache import Found, PackedCache, written_blocks
 from vllm_relay.ops.native.prepared import AttentionShape
 from vllm_relay.ops.step.native import NativeStep, partial_bytes
 from vllm_relay.plan import SharingStats
-from vllm_relay.sharing import Costs, Forest, Planner, make_plan, stats_of
+from vllm_relay.sharing import Choice, Costs, Forest, Planner, context_of, make_plan, stats_of
 from vllm_relay.sharing.forest import Int32Array
 from vllm_relay.sharing.planner import KEEP_STEPS
 from vllm_relay.sharing.window import UNSEEN, without_null_blocks
@@ -33,6 +33,21 @@ class Planned:
     forest: Forest
     stats: SharingStats
     saved: float
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Layout:
+    """Layout of the last step, with its choice, query tokens and packed groups."""
+
+    choice: Choice
+    starts: Int32Array
+    packed: list[bool]
+    attention: NativeStep
+
+    def holds(self, choice: Choice, starts: Int32Array, packed: list[bool]) -> bool:
+        """True for a step that differs in its contexts only."""
+        same = choice is self.choice and packed == self.packed
+        return same and np.array_equal(starts, self.starts)
 
 
 class StepPlanner:
@@ -61,6 +76,7 @@ class StepPlanner:
         self._costs = costs
         # Segments of windowed layers are not packed: their requests soon see another part.
         room = packed.max_bytes > 0
+        self._layouts: dict[AttentionShape, _Layout] = {}
         self._planners = {
             shape: Planner(
                 block_size,
@@ -100,6 +116,7 @@ class StepPlanner:
         if shape.window:
             table = without_null_blocks(table)
         choice = planner.plan(table, lens, np.diff(starts))
+        layout = self._layouts.pop(shape, None)
         if not choice.ours:
             return None
         forest = choice.forest
@@ -108,12 +125,20 @@ class StepPlanner:
             forest = Forest((), forest.num_rows, forest.block_size)
         if shape.window:
             table = np.where(table < UNSEEN, table, 0)  # which nobody reads
-        plan = make_plan(forest, table, lens, starts)
         groups = sum(map(len, forest.levels))
         found: list[Found | None] = [None] * groups
         if groups and not shape.window:
             found = self.packed.of_step(choice, table, self._costs[shape])
-        attention = NativeStep(plan, [held is not None for held in found], shape)
-        step = RelayStep(plan, [held for held in found if held is not None], attention)
+        packed = [held is not None for held in found]
+        if layout is not None and layout.holds(choice, starts, packed):
+            layout.attention.go_on(context_of(forest, table, lens, starts))
+        else:
+            layout = None  # its partials make room
+            attention = NativeStep(make_plan(forest, table, lens, starts), packed, shape)
+            layout = _Layout(
+                choice=choice, starts=starts.copy(), packed=packed, attention=attention
+            )
+        self._layouts[shape] = layout
+        step = RelayStep(layout.attention, [held for held in found if held is not None])
         saved = choice.stock - choice.relay if forest is choice.forest else 0.0
         return Planned(step=step, forest=forest, stats=stats_of(forest, lens), saved=saved)

@@ -2,7 +2,14 @@
 
 from vllm_relay.sharing.cost import Costs, KernelCosts, StepShape, predict, predict_stock, reads
 from vllm_relay.sharing.forest import Forest, Group, Level, Segment
-from vllm_relay.sharing.plan import HostPlan, blocks_of, largest_groups, make_plan, stats_of
+from vllm_relay.sharing.plan import (
+    HostPlan,
+    blocks_of,
+    context_of,
+    largest_groups,
+    make_plan,
+    stats_of,
+)
 from vllm_relay.sharing.planner import Planner
 from vllm_relay.sharing.policy import Choice, choose
 from vllm_relay.sharing.trie import Trie, build_trie
@@ -22,6 +29,7 @@ __all__ = [
     "blocks_of",
     "build_trie",
     "choose",
+    "context_of",
     "largest_groups",
     "make_plan",
     "predict",

@@ -27,6 +27,43 @@ def make_plan(
         query_start_loc: int32 [R + 1], offsets of each request's query tokens.
 
     Raises:
+        ValueError: as `context_of`.
+    """
+    context = context_of(forest, block_table, seq_lens, query_start_loc)
+    rows = forest.num_rows
+    owners = [_owners(level, rows) for level in forest.levels]
+    # lexsort's last key counts most: level 0 first, then nested groups inside it, -1 (none) last.
+    keys = [np.where(owner < 0, rows, owner) for owner in reversed(owners)]
+    order = np.lexsort(keys) if keys else np.arange(rows)
+    queries = np.diff(query_start_loc)
+    starts = np.concatenate([[0], queries[order].cumsum()]).astype(np.int32)
+    levels = tuple(
+        _lay_out(level, owner[order], starts, block_table, forest.block_size)
+        for level, owner in zip(forest.levels, owners, strict=True)
+    )
+    place = np.empty(rows, dtype=np.int32)
+    place[order] = starts[:-1]
+    row_of_token = np.repeat(np.arange(rows), queries)
+    places = np.arange(len(row_of_token), dtype=np.int32)
+    places += (place - query_start_loc[:-1])[row_of_token]
+    return Plan(
+        levels=levels,
+        context=context,
+        index=np.array([np.where(o[row_of_token] < 0, -1, places) for o in owners], dtype=np.int32)
+        if owners
+        else np.empty((0, len(places)), dtype=np.int32),
+    )
+
+
+def context_of(
+    forest: Forest, block_table: Int32Array, seq_lens: Int32Array, query_start_loc: Int32Array
+) -> Part[Int32Array]:
+    """The context of a plan: each request's tokens after its last segment, in arrays of its own.
+
+    Args:
+        forest, block_table, seq_lens, query_start_loc: as `make_plan`.
+
+    Raises:
         ValueError: a wrong shape or dtype, a forest of another batch, a length below 0, beyond the
             block table, or that leaves a grouped request no token after its segments.
     """
@@ -47,37 +84,14 @@ def make_plan(
     context_lens = seq_lens - shared * np.int32(forest.block_size)
     if (context_lens[shared > 0] < 1).any():
         raise ValueError("seq_lens must reach past the shared segments of every grouped request")
-
-    owners = [_owners(level, rows) for level in forest.levels]
-    # lexsort's last key counts most: level 0 first, then nested groups inside it, -1 (none) last.
-    keys = [np.where(owner < 0, rows, owner) for owner in reversed(owners)]
-    order = np.lexsort(keys) if keys else np.arange(rows)
-    queries = np.diff(query_start_loc)
-    starts = np.concatenate([[0], queries[order].cumsum()]).astype(np.int32)
-    longest = int(seq_lens.max(initial=0))
-    levels = tuple(
-        _lay_out(level, owner[order], starts, block_table, forest.block_size)
-        for level, owner in zip(forest.levels, owners, strict=True)
-    )
-    place = np.empty(rows, dtype=np.int32)
-    place[order] = starts[:-1]
-    row_of_token = np.repeat(np.arange(rows), queries)
-    places = np.arange(len(row_of_token), dtype=np.int32)
-    places += (place - query_start_loc[:-1])[row_of_token]
-    return Plan(
-        levels=levels,
-        context=Part(
-            query_start_loc=query_start_loc.copy(),
-            seq_lens=context_lens,
-            block_table=_shift_left(block_table, shared, needed - shared),
-            max_query_len=int(queries.max(initial=0)),
-            max_seq_len=longest,
-            causal=True,
-            key_starts=shared * np.int32(forest.block_size),
-        ),
-        index=np.array([np.where(o[row_of_token] < 0, -1, places) for o in owners], dtype=np.int32)
-        if owners
-        else np.empty((0, len(places)), dtype=np.int32),
+    return Part(
+        query_start_loc=query_start_loc.copy(),
+        seq_lens=context_lens,
+        block_table=_shift_left(block_table, shared, needed - shared),
+        max_query_len=int(np.diff(query_start_loc).max(initial=0)),
+        max_seq_len=int(seq_lens.max(initial=0)),
+        causal=True,
+        key_starts=shared * np.int32(forest.block_size),
     )
 
 

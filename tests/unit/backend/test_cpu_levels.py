@@ -57,7 +57,7 @@ def groups_of(bench: Bench, step: object) -> list[list[tuple[int, int]]] | None:
             )
             if tokens
         ]
-        for level in relay.plan.levels
+        for level in relay.attention.plan.levels
     ]
 
 

@@ -29,7 +29,7 @@ def packed(bench: Bench, step: Any) -> list[bool]:
     """Per group of a step, whether it reads a packed segment."""
     (relay,) = bench.builder.build(0, step).relay.values()
     levels = [relay.attention.call.sequences[:, native.LAYOUT]]
-    context = len(relay.plan.context.seq_lens)
+    context = len(relay.attention.plan.context.seq_lens)
     return [layout > 0 for layout in levels[0][:-context].tolist()]
 
 

@@ -45,7 +45,7 @@ def test_blocks_that_a_window_has_left_are_shared_by_those_who_see_them() -> Non
     (found,) = bench.builder.planner.plan(common).values()
     step, stats = found.step, found.stats
     assert (stats.groups, stats.requests, stats.tokens_shared) == (1, 2, 2 * BLOCK)
-    (level,) = step.plan.levels
+    (level,) = step.attention.plan.levels
     assert level.block_table[0].tolist() == [2, 3]
     assert level.key_starts is not None and level.key_starts[0] == BLOCK
     query = torch.randn(3, HEADS, DIM)

@@ -44,6 +44,7 @@ class PreparedAttention:
         lse: whether one partial has an LSE; several have.
 
     Attributes:
+        sequences, positions: as given; changes of them count in the next run.
         out: float32 ``[P, T, Hq, D]`` of several partials. lse: float32 ``[P, Hq, T]``.
     """
 
@@ -61,7 +62,7 @@ class PreparedAttention:
     ) -> None:
         self.shape = (tokens, shape.heads, shape.head_size)
         self.layouts = (Layout * layouts)()
-        self.sequences, self._places, self._positions = sequences, places, positions
+        self.sequences, self._places, self.positions = sequences, places, positions
         self._library = native.loaded()
         with_lse = lse or partials > 1
         self.lse = torch.empty(

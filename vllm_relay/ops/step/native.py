@@ -5,6 +5,7 @@ partials are fused where they belong. No tensor is gathered or allocated per lay
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,12 +18,15 @@ from vllm_relay.plan import Part, Plan
 
 
 class NativeStep:
-    """The layout of one step for the kernels.
+    """The layout of a step for the kernels, and of later ones that differ in their contexts only.
 
     Args:
         plan: levels and context. packed: per group, level by level, whether it is read from a
             packed segment; else from the KV cache.
         shape: of the layers' attention.
+
+    Attributes:
+        plan: of the step that runs next.
     """
 
     def __init__(
@@ -42,8 +46,9 @@ class NativeStep:
         # Layout 0 is the KV cache, the others are packed segments.
         layouts = np.cumsum(packed) * np.array(packed, dtype=np.int64)
         sequences[: len(layouts), native.LAYOUT] = layouts
-        self._plan = plan  # the sequences have the addresses of its block tables
+        self.plan = plan  # the sequences have the addresses of its block tables
         self.order = order
+        self._contexts = sequences[len(sequences) - len(context) :]
         self.call = PreparedAttention(
             sequences,
             tokens,
@@ -53,6 +58,14 @@ class NativeStep:
             places=None if np.array_equal(order, np.arange(tokens)) else order,
             positions=_positions(plan.context)[order],
         )
+
+    def go_on(self, context: Part[NDArray[np.int32]]) -> None:
+        """Take the next step's context; its groups, requests and query tokens are the same."""
+        self.plan = replace(self.plan, context=context)
+        self._contexts[:, native.KEYS] = context.seq_lens
+        self._contexts[:, native.TABLE] = _addresses(context.block_table)
+        assert self.call.positions is not None
+        self.call.positions[:] = _positions(context)[self.order]
 
     def run(
         self,
@@ -109,8 +122,13 @@ def sequences_of(part: Part[NDArray[np.int32]], partial: int = 0) -> NDArray[np.
     sequences[:, native.CAUSAL] = part.causal
     sequences[:, native.START] = 0 if part.key_starts is None else part.key_starts
     sequences[:, native.PARTIAL] = partial
-    sequences[:, native.TABLE] = table.ctypes.data + np.arange(len(table)) * table.strides[0]
+    sequences[:, native.TABLE] = _addresses(table)
     return sequences
+
+
+def _addresses(table: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Addresses of a table's rows."""
+    return table.ctypes.data + np.arange(len(table)) * table.strides[0]
 
 
 def _positions(context: Part[NDArray[np.int32]]) -> NDArray[np.int64]:
