@@ -19,7 +19,7 @@ class Measurement:
     """Constants of one head shape.
 
     Attributes:
-        errors: by kernel, the median relative error of the fit; ``whole``: of predicted steps.
+        errors: by kernel, the median relative error of the fit; ``whole``: of steps with groups.
         rounds: times that each call was timed.
     """
 
@@ -38,26 +38,30 @@ def versions() -> str:
     return f"vllm-relay {__version__}, vLLM {vllm.__version__}"
 
 
-def fit(work: Any, times: Iterable[float]) -> tuple[tuple[float, ...], float]:
+def fit(
+    work: Any, times: Iterable[float], of: Iterable[float] | None = None
+) -> tuple[tuple[float, ...], float]:
     """Constants >= 0 with ``work @ constants`` about ``times``, and the median relative error.
 
     Least squares of the relative errors, none below zero: a launch does not give time back.
 
     Args:
-        work: [measurements, constants]. times: seconds of each measurement.
+        work: [measurements, constants]. times: seconds of each measurement. of: seconds that
+            errors are relative to, where times are part of them.
     """
     work, taken = np.asarray(work, dtype=float), np.array(list(times))
-    relative = work / taken[:, None]
+    whole = taken if of is None else np.array(list(of))
+    relative = work / whole[:, None]
     scale = np.abs(relative).max(axis=0)
     scale[scale == 0] = 1.0
     used = list(range(work.shape[1]))
     while True:
         # Constants that come out below zero leave one by one, the worst first.
-        found = np.linalg.lstsq(relative[:, used] / scale[used], np.ones(len(taken)), rcond=None)[0]
+        found = np.linalg.lstsq(relative[:, used] / scale[used], taken / whole, rcond=None)[0]
         if found.min() >= 0:
             break
         del used[int(found.argmin())]
     constants = np.zeros(work.shape[1])
     constants[used] = found / scale[used]
-    error = float(np.median(np.abs(relative @ constants - 1)))
+    error = float(np.median(np.abs(relative @ constants - taken / whole)))
     return tuple(float(x) for x in constants), error

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_relay.calibration import kernels
 from vllm_relay.calibration.fitting import Measurement, fit, versions
@@ -23,7 +24,6 @@ from vllm_relay.sharing.cost_store import Constants, cpu_name
 
 # KV reads that no group saves: `reads` then leaves every request by itself.
 NO_GROUPS = 10**12
-_OF_KERNELS = 0.7
 # The terms of a kernel, in the order of `_work`.
 _TERMS = ("call", "row", "token", "first", "read", "far", "pair")
 
@@ -37,8 +37,8 @@ class Effort:
         alone: requests that share nothing and read memory. sharing: that share what caches hold.
             several: with several query tokens per request, which read it once.
         segments: (queries, KV tokens) of a group. fusions: (partials, tokens).
-        whole: steps that show the cost of groups beyond their kernels.
-        seconds: `_OF_KERNELS` of them for kernels, the rest for whole steps; a round at least.
+        whole: steps with groups, timed with and without them.
+        seconds: of all rounds; a round at least.
     """
 
     rounds: int
@@ -58,7 +58,7 @@ def _unshared(*steps: tuple[int, int]) -> tuple[Shape, ...]:
 
 
 QUICK = Effort(
-    rounds=5,
+    rounds=8,
     seconds=4.0,
     kv_bytes=160 << 20,
     alone=_unshared((1, 128), (1, 2048), (8, 128), (8, 1024), (32, 16), (32, 256)),
@@ -69,7 +69,12 @@ QUICK = Effort(
     ),
     segments=((2, 512), (2, 4096), (8, 2048), (32, 512), (32, 2048), (128, 512)),
     fusions=((2, 8), (3, 64)),
-    whole=(Shape(2, 128, 16), Shape(8, 512, 16), Shape(32, 512, 64)),
+    whole=(
+        *(Shape(2, 2048, 16), Shape(8, 512, 16), Shape(8, 2048, 16), Shape(32, 512, 16)),
+        *(Shape(8, 2048, 256), Shape(32, 512, 256), Shape(32, 2048, 16)),
+        *(Shape(8, 512, 16, groups=4), Shape(32, 512, 16, groups=4)),
+        *(Shape(32, 512, 16, groups=16), Shape(128, 512, 16, groups=4)),
+    ),
 )
 THOROUGH = Effort(
     rounds=7,
@@ -95,7 +100,8 @@ THOROUGH = Effort(
     ),
     fusions=((2, 8), (2, 128), (3, 64), (4, 256)),
     whole=(
-        *(Shape(2, 128, 16), Shape(8, 512, 16), Shape(32, 512, 64)),
+        *QUICK.whole,
+        *(Shape(128, 2048, 16), Shape(32, 8192, 16), Shape(8, 8192, 2048)),
         Shape(32, 2048, 128, groups=4),
     ),
 )
@@ -116,33 +122,31 @@ def measure(probe: Probe, effort: Effort) -> Measurement:
     segments = [(n, t) for n, tokens in effort.segments if (t := _whole(tokens, block)) <= room]
     beyond = Shape(4, int(2 * near), 16)
     every = _fitting(probe, *effort.alone, *effort.sharing, beyond, *effort.several)
+    whole = [probe.step(step) for step in _fitting(probe, *effort.whole)]
     copied = min(8, len(probe.cache) - 1)
     of_steps = [_work(step, near) for step in every] * units
-    of_segments = np.array([[1, 0, n, t, 0, 0, n * t] for n, t in segments]) * units
     inputs = [(probe.query(n), np.arange(1, 1 + t // block, dtype=np.int32)) for n, t in segments]
-    # Kernel -> units of work of each call, and the calls.
-    kernels_of: dict[str, tuple[Any, list[Callable[[], Any]]]] = {
-        "stock": (of_steps, [probe.stock(probe.step(step)) for step in every]),
-        "context": (of_steps, [kernels.context(probe, probe.step(step)) for step in every]),
-        "system": (of_segments, [kernels.system(probe, *x) for x in inputs]),
-        "packed": (of_segments, [kernels.system(probe, *x, packed=True) for x in inputs]),
-        # Fusion has no launch of its own: it is part of the one call.
-        "fusion": (
-            [[1, partials * tokens * query] for partials, tokens in effort.fusions],
-            [kernels.fusion(probe, *x) for x in effort.fusions],
-        ),
-        "copy": ([[copied * block * kv]], [kernels.copy(probe, copied)]),
+    # Fusion has no launch of its own: it is part of the one call.
+    of_fusions = [[1, partials * tokens * query] for partials, tokens in effort.fusions]
+    calls: dict[str, list[Callable[[], Any]]] = {
+        "stock": [probe.stock(probe.step(step)) for step in every],
+        "context": [kernels.context(probe, probe.step(step)) for step in every],
+        "system": [kernels.system(probe, *x) for x in inputs],
+        "packed": [kernels.system(probe, *x, packed=True) for x in inputs],
+        "fusion": [kernels.fusion(probe, *x) for x in effort.fusions],
+        "copy": [kernels.copy(probe, copied)],
+        # With groups and without, one after the other: both have the same queries and outputs.
+        "whole": [probe.relay(x, reads(least))[0] for x in whole for least in (0, NO_GROUPS)],
     }
-    calls = [call for _, of_kernel in kernels_of.values() for call in of_kernel]
-    times = probe.rounds(calls, effort.rounds, seconds=_OF_KERNELS * effort.seconds)
+    every_call = [call for of_kernel in calls.values() for call in of_kernel]
+    times = probe.rounds(every_call, effort.rounds, seconds=effort.seconds)
     taken = iter(map(statistics.median_low, times))  # the less disturbed one of two
-    fitted, errors = {}, {}
-    for name, (work, of_kernel) in kernels_of.items():
-        fitted[name], errors[name] = fit(work, [next(taken) for _ in of_kernel])
-    context = fitted["context"]
-    # One call has everything: its launch is charged to the contexts.
-    for name in ("system", "packed"):
-        fitted[name] = (max(fitted[name][0] - context[0], 0.0), *fitted[name][1:])
+    timed = {name: np.array([next(taken) for _ in of_kernel]) for name, of_kernel in calls.items()}
+    errors: dict[str, float] = {}
+    stock, errors["stock"] = fit(of_steps, timed["stock"])
+    context, errors["context"] = fit(of_steps, timed["context"])
+    (_, fusion), errors["fusion"] = fit(of_fusions, timed["fusion"])
+    (copy,), errors["copy"] = fit([[copied * block * kv]], timed["copy"])
     found = Constants(
         device=cpu_name(probe.isa, native.loaded().isa),
         threads=torch.get_num_threads(),
@@ -151,19 +155,77 @@ def measure(probe: Probe, effort: Effort) -> Measurement:
         head_size=shape.head_size,
         dtype=str(shape.dtype).removeprefix("torch."),
         cache=cache,
-        stock=_kernel(fitted["stock"]),
+        stock=_kernel(stock),
         context=_kernel(context),
-        system=_kernel(fitted["system"]),
-        fusion=fitted["fusion"][1],
+        system=KernelCosts(),
+        packed=KernelCosts(),
+        fusion=fusion,
         step=0.0,
         level=0.0,
-        copy=fitted["copy"][0],
+        copy=copy,
         measured=f"{date.today()}, {versions()}",
-        packed=_kernel(fitted["packed"]),
     )
-    costs = found.costs(found.heads, found.kv_heads, found.head_size, found.dtype)
-    step, errors["whole"] = _rest(probe, effort, costs)
-    return Measurement(replace(found, step=step), errors, rounds=len(times[0]))
+
+    # System attention alone, and as what groups add to whole steps, whose contexts the model knows.
+    # In one fit: the same work takes as long, and the rest is what a step and a group cost.
+    contexts = found.costs(found.heads, found.kv_heads, found.head_size, found.dtype)
+    of_groups = [_of_groups(common, block, contexts) for common in whole]
+    work = np.array(
+        [(1, 0, 0, n, t, n * t) for n, t in segments] + [x.work for x in of_groups], dtype=float
+    ) * (1, 1, 1, query, kv, flops)
+    with_groups, without = timed["whole"].reshape(-1, 2).T
+    beside = np.array([x.beside for x in of_groups])
+    added = with_groups - without + np.array([x.without for x in of_groups]) - beside
+    constants, _ = fit(
+        work,
+        [*timed["packed"], *added],
+        of=[*timed["packed"], *np.maximum(with_groups, without)],
+    )
+    _, step, call, token, first, pair = constants
+    alone, in_steps = np.split(work @ constants, [len(segments)])
+    errors["packed"] = float(np.median(np.abs(alone / timed["packed"] - 1)))
+    errors["whole"] = float(np.median(np.abs((in_steps + beside) / with_groups - 1)))
+    # In place reads and arithmetic of the same work take longer.
+    of_system = work[: len(segments)] * constants
+    (_, arithmetic, reading), errors["system"] = fit(
+        np.column_stack(
+            [np.ones(len(segments)), of_system[:, 3] + of_system[:, 5], of_system[:, 4]]
+        ),
+        timed["system"],
+    )
+    packed = KernelCosts(call=call, token=token, first=first, pair=pair)
+    system = packed.scaled(token=arithmetic, first=reading, pair=arithmetic)
+    found = replace(found, step=step, system=system, packed=packed)
+    return Measurement(found, errors, rounds=len(times[0]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Groups:
+    """The groups of a step.
+
+    Attributes:
+        work: calls alone, steps, groups, query tokens, KV tokens and pairs of both.
+        beside: predicted seconds of the contexts and of fusion. without: of contexts alone, if
+            there were no groups.
+    """
+
+    work: tuple[int, ...]
+    beside: float
+    without: float
+
+
+def _of_groups(common: CommonAttentionMetadata, block: int, contexts: Costs) -> _Groups:
+    """The groups of a step in which every shared block counts; ``contexts``: their costs."""
+    lens, queries = common.seq_lens.numpy(), np.diff(common.query_start_loc.numpy())
+    choice = Planner(block, reads(), 1).plan(common.block_table_tensor.numpy(), lens, queries)
+    groups = [group for level in choice.forest.levels for group in level]
+    tokens = np.array([queries[x.rows].sum() for x in groups])
+    kv = np.array([x.segment.blocks * block for x in groups])
+    return _Groups(
+        work=(0, 1, len(groups), int(tokens.sum()), int(kv.sum()), int(tokens @ kv)),
+        beside=predict(choice.forest, choice.shape, contexts),
+        without=predict(Forest((), len(lens), block), choice.shape, contexts),
+    )
 
 
 def _whole(tokens: int, block: int) -> int:
@@ -189,27 +251,3 @@ def _work(shape: Shape, near: float) -> list[float]:
     first = shape.rows * shape.own + shape.groups * shape.shared
     rows, queries = shape.rows, shape.queries
     return [1, rows, rows * queries, first, tokens, far, queries * tokens]
-
-
-def _rest(probe: Probe, effort: Effort, costs: Costs) -> tuple[float, float]:
-    """Seconds that groups cost a step beyond their kernels, and how far predictions are off then.
-
-    From steps with their groups and without: what else is mispredicted of a step cancels.
-    """
-    calls, expected = [], []
-    packed = replace(costs, system=costs.packed or costs.system)  # as the probe's segments are
-    for shape in _fitting(probe, *effort.whole):
-        common = probe.step(shape)
-        calls += [probe.relay(common, reads(least))[0] for least in (0, NO_GROUPS)]
-        planner = Planner(probe.block, reads(), 1)
-        queries = np.full(shape.rows, shape.queries, dtype=np.int32)
-        choice = planner.plan(common.block_table_tensor.numpy(), common.seq_lens.numpy(), queries)
-        none = Forest((), shape.rows, probe.block)
-        expected.append([predict(forest, choice.shape, packed) for forest in (choice.forest, none)])
-    times = probe.rounds(calls, effort.rounds, seconds=(1 - _OF_KERNELS) * effort.seconds)
-    taken = np.median(times, axis=1).reshape(-1, 2)
-    predicted = np.array(expected)
-    more = (taken[:, 0] - taken[:, 1]) - (predicted[:, 0] - predicted[:, 1])
-    step = max(float(np.median(more)), 0.0)
-    errors = np.abs((predicted[:, 0] + step) / taken[:, 0] - 1)
-    return step, float(np.median(errors))
