@@ -110,6 +110,13 @@ SECTIONS = (
         learned=comparison_figures.accuracy,
     ),
     Section(
+        "needles-stretched", "Questions about a document longer than the model's context",
+        "The same task with more tokens than the model was trained on: its positions are stretched "
+        "by YaRN (arXiv 2309.00071). No long text comes with the benchmark: `--text` names one.",
+        comparison_figures.needles, comparison_figures.case_ratios,
+        learned=comparison_figures.accuracy,
+    ),
+    Section(
         "completions", "Many completions of a prompt",
         "Samples of each prompt with temperature, as Hydragen draws them and as GRPO does. Equal: "
         "as many requests at once whatever the number of samples. Largest: all samples of some "

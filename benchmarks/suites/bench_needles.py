@@ -4,10 +4,13 @@
 
 Hydragen's (arXiv 2402.05099, section 4.3) task: facts are planted in a real text, and each question
 asks for one of them. Right answers are counted; the engine that skips attention is the ceiling.
+The context of a model that is too short for the document is stretched by YaRN.
 """
 
 import argparse
+import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +85,33 @@ def make_workloads(tokenizer: Any, args: argparse.Namespace) -> tuple[list[int],
     return first[:same], [make_workload(count) for count in args.questions]
 
 
+def stretched(model: Path, tokens: int, folder: Path) -> Path:
+    """The model, if so many tokens fit; else a copy in ``folder`` with more positions.
+
+    The weights are links: YaRN (arXiv 2309.00071) scales rotations.
+    """
+    config = json.loads((model / "config.json").read_text())
+    own = config["max_position_embeddings"]
+    if tokens <= own:
+        return model
+    factor = -(-tokens // own)
+    config["max_position_embeddings"] = factor * own
+    rope = config.pop("rope_parameters", None) or config
+    if rope.get("rope_type", "default") != "default" or config.pop("rope_scaling", None):
+        raise SystemExit(f"{model}: its positions are stretched already: --document")
+    config["rope_parameters"] = {
+        "rope_type": "yarn",
+        "rope_theta": rope["rope_theta"],
+        "factor": float(factor),
+        "original_max_position_embeddings": own,
+    }
+    for file in model.iterdir():
+        (folder / file.name).symlink_to(file.resolve())
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="folder of a model; SmolLM2-135M by default")
@@ -108,8 +138,10 @@ def main(argv: list[str] | None = None) -> int:
     prefix, cases = make_workloads(tokenizer, args)
     limits = Limits(len(prefix) + 64 + args.steps, max(args.questions), eager=args.eager)
     title, columns = f"questions about {args.document:,} tokens", ("questions", "right")
-    comparison = Comparison("needles", title, columns, KEYS, limits, cases, [prefix])
-    return run(comparison, model, args)
+    with tempfile.TemporaryDirectory(prefix="vllm-relay-model-") as folder:
+        fitting = stretched(model, limits.max_model_len, Path(folder))
+        name = "needles" if fitting == model else "needles-stretched"
+        return run(Comparison(name, title, columns, KEYS, limits, cases, [prefix]), fitting, args)
 
 
 if __name__ == "__main__":

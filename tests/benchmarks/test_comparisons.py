@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
+from vllm.config import ModelConfig
 
 from benchmarks.harness import engines, latin_square, result_csv
 from benchmarks.harness.engines import Engine, Limits
@@ -371,6 +372,15 @@ def test_words_that_were_planted_are_recognised() -> None:
     # too short for a fact
     with pytest.raises(SystemExit, match="hold no fact"):
         bench_needles.make_workloads(tokenizer, bench_needles.parse(["--document", "8"]))
+
+
+def test_a_model_too_short_for_a_document_gets_more_positions(tmp_path: Path) -> None:
+    assert bench_needles.stretched(SMOLLM2, 8192, tmp_path) == SMOLLM2
+    found = bench_needles.stretched(SMOLLM2, 20_000, tmp_path)
+    # without one, vLLM takes the length that the positions allow
+    assert ModelConfig(str(SMOLLM2)).max_model_len == 8192
+    assert ModelConfig(str(found)).max_model_len == 3 * 8192
+    assert (found / "model.safetensors").samefile(SMOLLM2 / "model.safetensors")
 
 
 def test_two_runs_are_pooled_by_case() -> None:
