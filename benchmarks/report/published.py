@@ -9,12 +9,18 @@ from benchmarks.report.markdown import shown, table
 
 # The papers' published measurements.
 PUBLISHED = Path(__file__).with_name("published.csv")
-# Figure -> measurement beside it, engine version of the authors.
+# Figure -> engine version of the authors, measurements beside it.
 BESIDE = {
-    "serving": ("ShareGPT, Poisson arrivals", "vLLM 0.2.6"),
-    "throughput": ("ShareGPT, all at once", "vLLM 0.2.6"),
-    "decode": ("decode, Hydragen", "vLLM 0.2.7"),
-    "attention-theory": ("attention of one layer", "vLLM 0.2.6"),
+    "serving": ("vLLM 0.2.6", "ShareGPT, Poisson arrivals"),
+    "throughput": (
+        "vLLM 0.2.6",
+        "ShareGPT, all at once",
+        "prompts of 64 tokens, answers of 128, all at once",
+        "prompts of 128 tokens, answers of 256, all at once",
+        "prompts of 256 tokens, answers of 512, all at once",
+    ),
+    "decode": ("vLLM 0.2.7", "decode, Hydragen"),
+    "attention-theory": ("vLLM 0.2.6", "attention of one layer"),
 }
 
 
@@ -22,8 +28,11 @@ def beside(figure: str) -> str:
     """Markdown of the published measurements for a figure; "" without any."""
     if figure not in BESIDE:
         return ""
-    of, version = BESIDE[figure]
-    return measurement([row for row in read(PUBLISHED, text=()) if row["of"] == of], version)
+    version, *measurements = BESIDE[figure]
+    rows = read(PUBLISHED, text=())
+    return "".join(
+        measurement([row for row in rows if row["of"] == of], version) for of in measurements
+    )
 
 
 def digits(values: Sequence[float]) -> int:
