@@ -45,22 +45,27 @@ def fails_once(stock: Any, error: Exception) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "doing"),
+    ("owner", "name", "doing", "first"),
     [
-        (Planner, "plan", "planning"),
-        (step_planner, "make_plan", "planning"),
-        (NativeStep, "__init__", "planning"),
-        (NativeStep, "run", "attention"),
-        (cpu_impl.RelayImpl, "kernel_layout", "attention"),
+        (Planner, "plan", "planning", False),
+        (step_planner, "make_plan", "planning", True),
+        (NativeStep, "__init__", "planning", True),
+        (step_planner, "context_of", "planning", False),
+        (NativeStep, "go_on", "planning", False),
+        (NativeStep, "run", "attention", False),
+        (cpu_impl.RelayImpl, "kernel_layout", "attention", False),
     ],
 )
 @pytest.mark.parametrize("error", [MemoryError("no memory"), RuntimeError("two\nlines")])
 def test_a_failure_is_vllms_own_answer_and_the_next_step_is_relayed_again(
-    owner: Any, name: str, doing: str, error: Exception, lines: Any, monkeypatch: Any
+    owner: Any, name: str, doing: str, first: bool, error: Exception, lines: Any, monkeypatch: Any
 ) -> None:
+    """At an engine's first step, or at one that differs from the last in its contexts only."""
     bench, query = bench_of()
     common = make_step(TABLES, LENS)
     _, stock, _ = outputs(bench, common, query)
+    if first:
+        bench, _ = bench_of()
     monkeypatch.setattr(owner, name, fails_once(getattr(owner, name), error))
     failed = forward(bench, bench.builder.build(0, common), query)
     assert torch.equal(failed, stock)
