@@ -106,8 +106,8 @@ def stretched(model: Path, tokens: int, folder: Path) -> Path:
         "original_max_position_embeddings": own,
     }
     for file in model.iterdir():
-        (folder / file.name).symlink_to(file.resolve())
-    (folder / "config.json").unlink()
+        if file.name != "config.json":
+            (folder / file.name).symlink_to(file.resolve())
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

@@ -37,17 +37,11 @@ class Planned:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Layout:
-    """Layout of the last step, with its choice, query tokens and packed groups."""
+    """Layout of the last step, with its choice and packed groups."""
 
     choice: Choice
-    starts: Int32Array
     packed: list[bool]
     attention: NativeStep
-
-    def holds(self, choice: Choice, starts: Int32Array, packed: list[bool]) -> bool:
-        """True for a step that differs in its contexts only."""
-        same = choice is self.choice and packed == self.packed
-        return same and np.array_equal(starts, self.starts)
 
 
 class StepPlanner:
@@ -130,14 +124,13 @@ class StepPlanner:
         if groups and not shape.window:
             found = self.packed.of_step(choice, table, self._costs[shape])
         packed = [held is not None for held in found]
-        if layout is not None and layout.holds(choice, starts, packed):
+        # The planner keeps a choice while requests, query tokens and shared blocks stay the same.
+        if layout is not None and layout.choice is choice and layout.packed == packed:
             layout.attention.go_on(context_of(forest, table, lens, starts))
         else:
             layout = None  # its partials make room
             attention = NativeStep(make_plan(forest, table, lens, starts), packed, shape)
-            layout = _Layout(
-                choice=choice, starts=starts.copy(), packed=packed, attention=attention
-            )
+            layout = _Layout(choice=choice, packed=packed, attention=attention)
         self._layouts[shape] = layout
         step = RelayStep(layout.attention, [held for held in found if held is not None])
         saved = choice.stock - choice.relay if forest is choice.forest else 0.0

@@ -4,13 +4,14 @@ Every kernel is timed on steps of many sizes, and its constants are fitted to th
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_relay.calibration import kernels
@@ -166,37 +167,10 @@ def measure(probe: Probe, effort: Effort) -> Measurement:
         measured=f"{date.today()}, {versions()}",
     )
 
-    # System attention alone, and as what groups add to whole steps, whose contexts the model knows.
-    # In one fit: the same work takes as long, and the rest is what a step and a group cost.
     contexts = found.costs(found.heads, found.kv_heads, found.head_size, found.dtype)
     of_groups = [_of_groups(common, block, contexts) for common in whole]
-    work = np.array(
-        [(1, 0, 0, n, t, n * t) for n, t in segments] + [x.work for x in of_groups], dtype=float
-    ) * (1, 1, 1, query, kv, flops)
-    with_groups, without = timed["whole"].reshape(-1, 2).T
-    beside = np.array([x.beside for x in of_groups])
-    added = with_groups - without + np.array([x.without for x in of_groups]) - beside
-    constants, _ = fit(
-        work,
-        [*timed["packed"], *added],
-        of=[*timed["packed"], *np.maximum(with_groups, without)],
-    )
-    _, step, call, token, first, pair = constants
-    alone, in_steps = np.split(work @ constants, [len(segments)])
-    errors["packed"] = float(np.median(np.abs(alone / timed["packed"] - 1)))
-    errors["whole"] = float(np.median(np.abs((in_steps + beside) / with_groups - 1)))
-    # In place reads and arithmetic of the same work take longer.
-    of_system = work[: len(segments)] * constants
-    (_, arithmetic, reading), errors["system"] = fit(
-        np.column_stack(
-            [np.ones(len(segments)), of_system[:, 3] + of_system[:, 5], of_system[:, 4]]
-        ),
-        timed["system"],
-    )
-    packed = KernelCosts(call=call, token=token, first=first, pair=pair)
-    system = packed.scaled(token=arithmetic, first=reading, pair=arithmetic)
-    found = replace(found, step=step, system=system, packed=packed)
-    return Measurement(found, errors, rounds=len(times[0]))
+    of_system, errors_of_system = _fit_system(segments, of_groups, (query, kv, flops), timed)
+    return Measurement(replace(found, **of_system), errors | errors_of_system, rounds=len(times[0]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +200,46 @@ def _of_groups(common: CommonAttentionMetadata, block: int, contexts: Costs) -> 
         beside=predict(choice.forest, choice.shape, contexts),
         without=predict(Forest((), len(lens), block), choice.shape, contexts),
     )
+
+
+def _fit_system(
+    segments: Sequence[tuple[int, int]],
+    of_groups: Sequence[_Groups],
+    units: tuple[int, int, int],
+    timed: Mapping[str, NDArray[np.float64]],
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """`Constants` of a step with groups and of system attention; and errors, as `Measurement`'s.
+
+    From segments alone and from what groups add to whole steps, in one fit: the same work takes as
+    long in both, and the rest is what a step and a group cost.
+
+    Args:
+        segments: (queries, KV tokens). units: bytes of a query token and of a KV token, operations
+            of a pair. timed: seconds, by what `measure` calls.
+    """
+    of_alone = [(1, 0, 0, n, t, n * t) for n, t in segments]
+    work = np.array([*of_alone, *(x.work for x in of_groups)], dtype=float) * (1, 1, 1, *units)
+    with_groups, without = timed["whole"].reshape(-1, 2).T
+    beside = np.array([x.beside for x in of_groups])
+    added = with_groups - without + np.array([x.without for x in of_groups]) - beside
+    constants, _ = fit(
+        work,
+        [*timed["packed"], *added],
+        of=[*timed["packed"], *np.maximum(with_groups, without)],
+    )
+    _, step, call, token, first, pair = constants
+    alone, in_steps = np.split(work @ constants, [len(segments)])
+    errors = {
+        "packed": float(np.median(np.abs(alone / timed["packed"] - 1))),
+        "whole": float(np.median(np.abs((in_steps + beside) / with_groups - 1))),
+    }
+    # In place reads and arithmetic of the same work take longer.
+    tokens, reads_of, pairs = (work[: len(segments), 3:] * (token, first, pair)).T
+    of_system = np.column_stack([np.ones(len(segments)), tokens + pairs, reads_of])
+    (_, arithmetic, reading), errors["system"] = fit(of_system, timed["system"])
+    packed = KernelCosts(call=call, token=token, first=first, pair=pair)
+    system = packed.scaled(token=arithmetic, first=reading, pair=arithmetic)
+    return {"step": step, "system": system, "packed": packed}, errors
 
 
 def _whole(tokens: int, block: int) -> int:
