@@ -87,11 +87,15 @@ void attend_rows(const relay_call& call, const Unit& unit, int64_t row, int64_t 
   const relay_sequence& sequence = call.sequences[unit.sequence];
   const int64_t size = call.head_size;
   const float scale = score_factor(call.scores);
-  Seen seen[Scratch<T>::ROWS], by_any = {};
+  Seen seen[Scratch<T>::ROWS], by_any = {}, by_all = {};
+  const int64_t share = call.heads / call.kv_heads;
+  int64_t query = (unit.row + row) / share, left = share - (unit.row + row) % share;
   for (int64_t r = 0; r < rows; ++r) {
-    seen[r] = seen_by(call, sequence, query_of(call, unit.row + row + r));
-    if (r == 0) by_any = seen[r];
+    seen[r] = r && left < share ? seen[r - 1] : seen_by(call, sequence, query);
+    if (--left == 0) ++query, left = share;
+    if (r == 0) by_any = by_all = seen[r];
     by_any = {min(by_any.first, seen[r].first), max(by_any.end, seen[r].end)};
+    by_all = {max(by_all.first, seen[r].first), min(by_all.end, seen[r].end)};
   }
   int begin = 0;
   while (begin < tile.count && tile.runs[begin].first + tile.runs[begin].tokens <= by_any.first)
@@ -110,23 +114,32 @@ void attend_rows(const relay_call& call, const Unit& unit, int64_t row, int64_t 
   if (used == begin) return;
   // weights[r, j] = 2 ** (scale scores[r, j] - m_r), 0 in slots that are padding or unseen
   const int64_t first_slot = tile.runs[begin].slot;
-  for (int64_t r = 0; r < rows; ++r) {
-    float* scores = scratch.scores + r * SCORES_ROW;
-    for (int i = begin; i < used; ++i) {
-      const Run<T>& run = tile.runs[i];
-      const int64_t end = i + 1 < used ? tile.runs[i + 1].slot : slots;
+  for (int i = begin; i < used; ++i) {
+    const Run<T>& run = tile.runs[i];
+    const int64_t end = i + 1 < used ? tile.runs[i + 1].slot : slots;
+    const bool all_seen = by_all.first <= run.first && run.first + run.tokens <= by_all.end &&
+                          end - run.slot == run.tokens;
+    if (all_seen && !bends(call.scores)) continue;
+    for (int64_t r = 0; r < rows; ++r) {
+      float* scores = scratch.scores + r * SCORES_ROW;
       bend_scores(call, unit, row + r, run.first, scores + run.slot, end - run.slot);
       const int64_t from = clamp(seen[r].first - run.first, run.tokens);
       const int64_t to = clamp(seen[r].end - run.first, run.tokens);
       for (int64_t s = run.slot; s < run.slot + from; ++s) scores[s] = NEG_INF;
       for (int64_t s = run.slot + to; s < end; ++s) scores[s] = NEG_INF;
     }
-    float* out = scratch.sums.out + (row + r) * scratch.out_row;
-    const float factor = online_softmax_update<T>(scores + first_slot, slots - first_slot, scale,
-                                                  scratch.sums.row_max[row + r],
-                                                  scratch.sums.row_sum[row + r], next_values);
-    if (factor != 1.0f)
-      for (int64_t d = 0; d < size; d += W) store(out + d, load(out + d) * factor);
+  }
+  for (int64_t r = 0; r < rows; r += SOFTMAX_ROWS) {
+    const int64_t some = min(rows - r, SOFTMAX_ROWS);
+    float factor[SOFTMAX_ROWS];
+    online_softmax_up_to<T>(some, scratch.scores + r * SCORES_ROW + first_slot, SCORES_ROW,
+                            slots - first_slot, scale, scratch.sums.row_max + row + r,
+                            scratch.sums.row_sum + row + r, factor, next_values);
+    for (int64_t i = 0; i < some; ++i) {
+      float* out = scratch.sums.out + (row + r + i) * scratch.out_row;
+      if (factor[i] != 1.0f)
+        for (int64_t d = 0; d < size; d += W) store(out + d, load(out + d) * factor[i]);
+    }
   }
   // out[r, d] += sum_j weights[r, j] v[j, d]
   for (int i = begin; i < used; ++i) {

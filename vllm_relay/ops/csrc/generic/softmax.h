@@ -59,42 +59,67 @@ RELAY_INLINE void bend_scores(const relay_call& call, const Unit& unit, int64_t 
   }
 }
 
-// Adds a tile's scores to a row's softmax and writes their weights over them. Returns the factor for
-// the row's output so far, 2 ** (m - m').
-//   scores:  [count], a multiple of 2 W, to be multiplied by `scale`; then their weights,
-//            Dot<T>::Weight [count / Dot::steps]
-//   row_max: m, row_sum: l of the tiles before
+// Rows whose softmax is computed side by side: one alone would wait for each of its results.
+constexpr int SOFTMAX_ROWS = REGISTER_ROWS < 8 ? 1 : 4;
+
+// Adds a tile's scores to the softmax of R rows and writes their weights over them.
+//   scores:  [R, count], rows `scores_row` apart, count a multiple of 2 W, to be multiplied by
+//            `scale`; then their weights, Dot<T>::Weight [R, count / Dot::steps]
+//   row_max: m, row_sum: l of the tiles before, [R]
+//   factor:  [R], gets those for the rows' output so far, 2 ** (m - m')
 //   next: memory read soon. Few rows wait for it: they leave no time without fetching.
-template <class T>
-RELAY_INLINE float online_softmax_update(float* scores, int64_t count, float scale, float& row_max,
-                                         float& row_sum, Prefetcher& next) {
+template <class T, int R>
+RELAY_INLINE void online_softmax_update(float* scores, int64_t scores_row, int64_t count,
+                                        float scale, float* row_max, float* row_sum, float* factor,
+                                        Prefetcher& next) {
   // m' = max(m, max_j s_j)
-  vf high[2] = {broadcast(NEG_INF), broadcast(NEG_INF)};
+  vf high[R][2], base[R];
+  float new_max[R];
+  for (int r = 0; r < R; ++r) high[r][0] = high[r][1] = broadcast(NEG_INF);
   for (int64_t i = 0; i < count; i += 2 * W)
-    for (int j = 0; j < 2; ++j) high[j] = max_keeping_nan(high[j], load(scores + i + j * W));
-  const float tile_max = reduce_max(max_keeping_nan(high[0], high[1])) * scale;
-  const float new_max = tile_max > row_max ? tile_max : row_max;
-  // No key seen yet: any finite number in place of m' makes all weights 0.
-  const vf base = broadcast(new_max == NEG_INF ? 0.0f : new_max);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+      for (int j = 0; j < 2; ++j)
+        high[r][j] = max_keeping_nan(high[r][j], load(scores + r * scores_row + i + j * W));
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    const float tile_max = reduce_max(max_keeping_nan(high[r][0], high[r][1])) * scale;
+    new_max[r] = tile_max > row_max[r] ? tile_max : row_max[r];
+    // No key seen yet: any finite number in place of m' makes all weights 0.
+    base[r] = broadcast(new_max[r] == NEG_INF ? 0.0f : new_max[r]);
+  }
   // p_j = 2 ** (s_j - m')
-  vf total[2] = {};
-  typename Dot<T>::Weight* weights = (typename Dot<T>::Weight*)scores;
-  constexpr int LINES = W / 4;  // about as many as the products fetch in this time
+  vf total[R][2] = {};
+  typedef typename Dot<T>::Weight Weight;
+  constexpr int LINES = W / 4 * R;  // about as many as the products fetch in this time
   const Prefetcher::Region soon = next.take(next.sharers == 1 ? count / (2 * W) * LINES : 0);
   for (int64_t i = 0, line = 0; i < count; i += 2 * W) {
-    const vf p = exp2(load(scores + i) * scale - base);
-    const vf q = exp2(load(scores + i + W) * scale - base);
-    total[0] += p;
-    total[1] += q;
-    Dot<T>::store_weights(weights + i / Dot<T>::steps, p, q);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      float* at = scores + r * scores_row;
+      const vf p = exp2(load(at + i) * scale - base[r]);
+      const vf q = exp2(load(at + i + W) * scale - base[r]);
+      total[r][0] += p;
+      total[r][1] += q;
+      Dot<T>::store_weights((Weight*)at + i / Dot<T>::steps, p, q);
+    }
     if (line < soon.lines)
       for (int n = 0; n < LINES; ++n, ++line) __builtin_prefetch(soon.at + 64 * line, 0, 2);
   }
   // l' = l 2 ** (m - m') + sum_j p_j
-  const float factor = row_max == new_max ? 1.0f : exp2(row_max - base[0]);
-  row_max = new_max;
-  row_sum = row_sum * factor + reduce_add(total[0] + total[1]);
-  return factor;
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    factor[r] = row_max[r] == new_max[r] ? 1.0f : exp2(row_max[r] - base[r][0]);
+    row_max[r] = new_max[r];
+    row_sum[r] = row_sum[r] * factor[r] + reduce_add(total[r][0] + total[r][1]);
+  }
+}
+
+// online_softmax_update of `rows` <= R rows.
+template <class T, int R = SOFTMAX_ROWS, class... Rest>
+RELAY_INLINE void online_softmax_up_to(int64_t rows, Rest&&... rest) {
+  if (rows == R) return online_softmax_update<T, R>(rest...);
+  if constexpr (R > 1) online_softmax_up_to<T, R - 1>(rows, rest...);
 }
 
 // out = O / l,  lse = (m + log2 l) ln 2;  a row that attended to nothing: 0 and -inf. A sink that is
