@@ -280,6 +280,10 @@ def test_killed_writers_that_share_a_folder_leave_whole_files(tmp_path: Path) ->
             running[-1].start()
             assert ready.wait(30)
         time.sleep(0.2 + 0.11 * kill)
+        for _ in range(300):  # a slow disk has no whole file yet
+            if hottest_first(tmp_path):
+                break
+            time.sleep(0.1)
         for process in running:
             process.kill()
             process.join()
