@@ -89,7 +89,8 @@ void attend_rows(const relay_call& call, const Unit& unit, int64_t row, int64_t 
   const float scale = score_factor(call.scores);
   Seen seen[Scratch<T>::ROWS], by_any = {}, by_all = {};
   const int64_t share = call.heads / call.kv_heads;
-  int64_t query = (unit.row + row) / share, left = share - (unit.row + row) % share;
+  int64_t query = query_of(call, unit.row + row);
+  int64_t left = (query + 1) * share - (unit.row + row);  // rows of the query from this one on
   for (int64_t r = 0; r < rows; ++r) {
     seen[r] = r && left < share ? seen[r - 1] : seen_by(call, sequence, query);
     if (--left == 0) ++query, left = share;
