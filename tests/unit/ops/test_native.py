@@ -93,8 +93,10 @@ def test_sanitizers_catch_a_read_beyond_a_tensor(library: Path) -> None:
     assert done.returncode != 0 and "heap-buffer-overflow" in done.stderr
 
 
+@pytest.mark.parametrize("isa", ALL)
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 8, 9, 11, 13, 15, 16, 17, 129, 300])
-def test_any_number_of_rows(rows: int) -> None:
+def test_any_number_of_rows(rows: int, isa: str) -> None:
+    use(isa)
     q, k, v = (inputs.normal(n, 1, 64, dtype=torch.bfloat16, seed=n) for n in (rows, 777, 777))
     with providers.use("system", "native"):
         out, _ = system_attention(q, k, v)
@@ -180,16 +182,22 @@ def test_sequences_without_queries_come_first(threads: int) -> None:
 @pytest.mark.parametrize("isa", ALL)
 def test_any_nan_stays_one(isa: str) -> None:
     use(isa)
-    q, k, v = (inputs.normal(n, 1, 32) for n in (3, 50, 50))
+    q, k, v = (inputs.normal(n, 1, 32) for n in (7, 800, 800))
     q[1, 0, 3] = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)[0]
     out, lse = system_attention(q, k, v)
     assert out[1].isnan().all() and lse[:, 1].isnan().all()
-    assert out[[0, 2]].isfinite().all()
+    assert out[[0, 2, 3, 4, 5, 6]].isfinite().all()
 
 
-def _ungrouped_step(lens: list[int]) -> tuple[inputs.Paged, NativeStep, torch.Tensor]:
-    """A step of one query each, its layout for the kernels, and room for its output."""
-    step = inputs.paged(lens, [1] * len(lens), heads=(4, 2), head_size=32, block_size=32)
+def _ungrouped_step(
+    lens: list[int],
+    queries: list[int] | None = None,
+    heads: tuple[int, int] = (4, 2),
+    window: int = 0,
+) -> tuple[inputs.Paged, NativeStep, torch.Tensor]:
+    """A step of one query each, unless told, its plan for the kernels, and room for its output."""
+    queries = queries or [1] * len(lens)
+    step = inputs.paged(lens, queries, heads=heads, head_size=32, block_size=32)
     plan = make_plan(
         Forest((), len(lens), 32),
         step.block_table.numpy(),
@@ -197,9 +205,28 @@ def _ungrouped_step(lens: list[int]) -> tuple[inputs.Paged, NativeStep, torch.Te
         step.query_start_loc.numpy(),
     )
     shape = AttentionShape(
-        heads=4, kv_heads=2, head_size=32, dtype=step.q.dtype, scale=32**-0.5, window=0
+        heads=heads[0],
+        kv_heads=heads[1],
+        head_size=32,
+        dtype=step.q.dtype,
+        scale=32**-0.5,
+        window=window,
     )
     return step, NativeStep(plan, [], shape), torch.full_like(step.q, torch.nan)
+
+
+@pytest.mark.parametrize("isa", ALL)
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2)], ids=str)
+@pytest.mark.parametrize("window", [0, 31, 32, 33, 63, 64, 65])
+def test_rows_see_no_key_beyond_their_edges(isa: str, heads: tuple[int, int], window: int) -> None:
+    """Rows computed together whose edges lie at, before and after those of KV blocks."""
+    use(isa)
+    step, attention, out = _ungrouped_step([97, 128, 159], [40, 33, 7], heads, window)
+    attention.run(step.q, native.layout_of(step.k_cache, step.v_cache, paged=True), [], out)
+    seen = {"causal": True, **({"window": window - 1} if window else {})}
+    rows = [step.row(row) for row in range(3)]
+    exact = torch.cat([reference.attention_lse(*row, **seen)[0] for row in rows])
+    inputs.assert_as_good(out, torch.cat([inputs.stock(*row, **seen) for row in rows]), exact)
 
 
 def test_a_sink_that_is_not_a_number_makes_none() -> None:

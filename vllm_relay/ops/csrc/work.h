@@ -65,6 +65,11 @@ inline int64_t ceil_div(int64_t x, int64_t by) { return (x + by - 1) / by; }
 
 inline int64_t rounded(int64_t x, int64_t to) { return ceil_div(x, to) * to; }
 
+// Rows of the first of nearly equal blocks with at most `most` rows each: 6 and 5, not 8 and 3.
+inline int64_t even_block(int64_t rows, int64_t most) {
+  return ceil_div(rows, ceil_div(rows, most));
+}
+
 template <class T>
 inline T* row_at(const relay_rows& rows, int64_t token, int64_t head) {
   return (T*)rows.base + token * rows.token + head * rows.head;

@@ -87,16 +87,15 @@ void attend_rows(const relay_call& call, const Unit& unit, int64_t row, int64_t 
   const relay_sequence& sequence = call.sequences[unit.sequence];
   const int64_t size = call.head_size;
   const float scale = score_factor(call.scores);
-  Seen seen[Scratch<T>::ROWS], by_any = {}, by_all = {};
-  const int64_t share = call.heads / call.kv_heads;
-  int64_t query = query_of(call, unit.row + row);
-  int64_t left = (query + 1) * share - (unit.row + row);  // rows of the query from this one on
-  for (int64_t r = 0; r < rows; ++r) {
-    seen[r] = r && left < share ? seen[r - 1] : seen_by(call, sequence, query);
-    if (--left == 0) ++query, left = share;
-    if (r == 0) by_any = by_all = seen[r];
-    by_any = {min(by_any.first, seen[r].first), max(by_any.end, seen[r].end)};
-    by_all = {max(by_all.first, seen[r].first), min(by_all.end, seen[r].end)};
+  Seen seen[Scratch<T>::ROWS], by_any = {INT64_MAX, 0}, by_all = {0, INT64_MAX};
+  const int64_t share = call.heads / call.kv_heads;  // rows of a query
+  const int64_t first_row = unit.row + row;
+  for (int64_t r = 0, query = query_of(call, first_row); r < rows; ++query) {
+    const Seen by_query = seen_by(call, sequence, query);
+    by_any = {min(by_any.first, by_query.first), max(by_any.end, by_query.end)};
+    by_all = {max(by_all.first, by_query.first), min(by_all.end, by_query.end)};
+    const int64_t end = min(rows, (query + 1) * share - first_row);
+    while (r < end) seen[r++] = by_query;
   }
   int begin = 0;
   while (begin < tile.count && tile.runs[begin].first + tile.runs[begin].tokens <= by_any.first)
@@ -113,25 +112,29 @@ void attend_rows(const relay_call& call, const Unit& unit, int64_t row, int64_t 
     slots = run.slot + rounded(tokens, PIECE);
   }
   if (used == begin) return;
-  // weights[r, j] = 2 ** (scale scores[r, j] - m_r), 0 in slots that are padding or unseen
+  // scores[r, j]: soft cap and ALiBi; -inf in slots that are padding or unseen
   const int64_t first_slot = tile.runs[begin].slot;
   for (int i = begin; i < used; ++i) {
     const Run<T>& run = tile.runs[i];
     const int64_t end = i + 1 < used ? tile.runs[i + 1].slot : slots;
     const bool all_seen = by_all.first <= run.first && run.first + run.tokens <= by_all.end &&
                           end - run.slot == run.tokens;
-    if (all_seen && !bends(call.scores)) continue;
+    if (bends(call.scores))
+      for (int64_t r = 0; r < rows; ++r)
+        bend_scores(call, unit, row + r, run.first, scratch.scores + r * SCORES_ROW + run.slot,
+                    end - run.slot);
+    if (all_seen) continue;
     for (int64_t r = 0; r < rows; ++r) {
       float* scores = scratch.scores + r * SCORES_ROW;
-      bend_scores(call, unit, row + r, run.first, scores + run.slot, end - run.slot);
       const int64_t from = clamp(seen[r].first - run.first, run.tokens);
       const int64_t to = clamp(seen[r].end - run.first, run.tokens);
       for (int64_t s = run.slot; s < run.slot + from; ++s) scores[s] = NEG_INF;
       for (int64_t s = run.slot + to; s < end; ++s) scores[s] = NEG_INF;
     }
   }
-  for (int64_t r = 0; r < rows; r += SOFTMAX_ROWS) {
-    const int64_t some = min(rows - r, SOFTMAX_ROWS);
+  // weights[r, j] = 2 ** (scale scores[r, j] - m_r)
+  for (int64_t r = 0, some; r < rows; r += some) {
+    some = even_block(rows - r, SOFTMAX_ROWS);
     float factor[SOFTMAX_ROWS];
     online_softmax_up_to<T>(some, scratch.scores + r * SCORES_ROW + first_slot, SCORES_ROW,
                             slots - first_slot, scale, scratch.sums.row_max + row + r,
@@ -155,15 +158,13 @@ void attend_rows(const relay_call& call, const Unit& unit, int64_t row, int64_t 
   }
 }
 
-// All rows of a unit against a tile, in nearly equal blocks: 6 and 5 rows, not 8 and 3.
+// All rows of a unit against a tile.
 template <class T>
 void attend_tile(const relay_call& call, const Unit& unit, const Tile<T>& tile,
                  Scratch<T>& scratch, Prefetcher& next_keys, Prefetcher& next_values) {
-  for (int64_t row = 0; row < unit.rows;) {
-    const int64_t left = unit.rows - row;
-    const int64_t rows = ceil_div(left, ceil_div(left, Scratch<T>::ROWS));
+  for (int64_t row = 0, rows; row < unit.rows; row += rows) {
+    rows = even_block(unit.rows - row, Scratch<T>::ROWS);
     attend_rows<T>(call, unit, row, rows, tile, scratch, next_keys, next_values);
-    row += rows;
   }
 }
 

@@ -33,11 +33,10 @@ inline float score_factor(const relay_scores& scores) {
   return bends(scores) ? 1.0f : (float)scores.scale * LOG2E;
 }
 
-// Scale, soft cap and ALiBi of a row's scores, in base 2; nothing where the factor is enough.
+// Scale, soft cap and ALiBi of a row's scores, in base 2, where `bends`.
 //   scores: [count] products of the query and the keys from `first` on, a multiple of W
 RELAY_INLINE void bend_scores(const relay_call& call, const Unit& unit, int64_t row, int64_t first,
                               float* scores, int64_t count) {
-  if (!bends(call.scores)) return;
   const float scale = (float)call.scores.scale;
   if (call.scores.softcap) {
     const float cap = (float)call.scores.softcap;
@@ -59,15 +58,16 @@ RELAY_INLINE void bend_scores(const relay_call& call, const Unit& unit, int64_t 
   }
 }
 
-// Rows whose softmax is computed side by side: one alone would wait for each of its results.
+// Rows of one softmax update. A row's maximum and sum are chains of results, in whose latency the
+// other rows are computed. Four rows need more than 16 registers.
 constexpr int SOFTMAX_ROWS = REGISTER_ROWS < 8 ? 1 : 4;
 
 // Adds a tile's scores to the softmax of R rows and writes their weights over them.
 //   scores:  [R, count], rows `scores_row` apart, count a multiple of 2 W, to be multiplied by
 //            `scale`; then their weights, Dot<T>::Weight [R, count / Dot::steps]
 //   row_max: m, row_sum: l of the tiles before, [R]
-//   factor:  [R], gets those for the rows' output so far, 2 ** (m - m')
-//   next: memory read soon. Few rows wait for it: they leave no time without fetching.
+//   factor:  [R], set to 2 ** (m - m'), the factor of each row's output so far
+//   next: memory read soon, fetched here if this is the only block of rows
 template <class T, int R>
 RELAY_INLINE void online_softmax_update(float* scores, int64_t scores_row, int64_t count,
                                         float scale, float* row_max, float* row_sum, float* factor,
@@ -91,8 +91,8 @@ RELAY_INLINE void online_softmax_update(float* scores, int64_t scores_row, int64
   // p_j = 2 ** (s_j - m')
   vf total[R][2] = {};
   typedef typename Dot<T>::Weight Weight;
-  constexpr int LINES = W / 4 * R;  // about as many as the products fetch in this time
-  const Prefetcher::Region soon = next.take(next.sharers == 1 ? count / (2 * W) * LINES : 0);
+  constexpr int LINES = W / 4;  // per row: about as many as the products fetch in this time
+  const Prefetcher::Region soon = next.take(next.sharers == 1 ? count / (2 * W) * LINES * R : 0);
   for (int64_t i = 0, line = 0; i < count; i += 2 * W) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
@@ -102,9 +102,9 @@ RELAY_INLINE void online_softmax_update(float* scores, int64_t scores_row, int64
       total[r][0] += p;
       total[r][1] += q;
       Dot<T>::store_weights((Weight*)at + i / Dot<T>::steps, p, q);
+      if (line < soon.lines)
+        for (int n = 0; n < LINES; ++n, ++line) __builtin_prefetch(soon.at + 64 * line, 0, 2);
     }
-    if (line < soon.lines)
-      for (int n = 0; n < LINES; ++n, ++line) __builtin_prefetch(soon.at + 64 * line, 0, 2);
   }
   // l' = l 2 ** (m - m') + sum_j p_j
 #pragma GCC unroll 8

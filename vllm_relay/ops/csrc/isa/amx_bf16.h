@@ -73,7 +73,7 @@ struct MatrixProduct<bf16> {
            float* c, int64_t c_row) {
     if (operand.kind != RELAY_PANELS) {  // tiles cannot read it
       for (int64_t row = 0, some; row < count; row += some) {
-        some = ceil_div(count - row, ceil_div(count - row, REGISTER_ROWS));
+        some = even_block(count - row, REGISTER_ROWS);
         product_up_to<bf16, ADD>(some, a + row * a_row, a_row, operand, at, steps, columns, there,
                                  prefetcher, c + row * c_row, c_row);
       }
