@@ -29,10 +29,14 @@ from vllm_relay.calibration.steps import Shape, describe, tables_of
 from vllm_relay.ops.native import library as native
 from vllm_relay.ops.native.prepared import AttentionShape
 from vllm_relay.plan import SharingStats
-from vllm_relay.sharing import Costs
+from vllm_relay.sharing import Costs, reads
 
-# Least that is read between calls to empty the caches, as the weights of the layers in between do.
+# Read between calls to empty the caches, as the weights of a model do from step to step. An L3
+# cache of hundreds of MB is not emptied: a round would take seconds, and others use it, too.
 _FLUSH_BYTES = 128 << 20
+# Read after that and a small call, as the weights of one layer: attention's code was run by the
+# layer before.
+_LAYER_BYTES = 8 << 20
 
 
 class Probe:
@@ -76,8 +80,8 @@ class Probe:
         some = torch.randn(min(blocks, 64), *of_block).to(shape.dtype)
         for part in self.cache.split(64):  # numbers take longer to make than to copy
             part.copy_(some[: len(part)])
-        caches = cache_bytes(3) + torch.get_num_threads() * cache_bytes(2)
-        self._flush = torch.zeros(max(caches, _FLUSH_BYTES) // 4)
+        self._flush = torch.zeros(_FLUSH_BYTES // 4)
+        self._layer_weights = self._flush[: _LAYER_BYTES // 4]
         self._random = random.Random(0)
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -148,10 +152,12 @@ class Probe:
     ) -> list[list[float]]:
         """Seconds of each call, interleaved; the order of a round is random, by a fixed seed.
 
-        First each runs once, which packs segments. With ``cold`` the caches hold nothing that a
-        call reads; else the same call has just read it. Ends before a round that would not be over
-        in so many ``seconds``, but not before the first.
+        First each runs once, which packs segments. With ``cold`` the caches hold attention's code
+        and no data of a call; else the same call has just read them. Ends before a round that would
+        not be over in so many ``seconds``, but not before the first.
         """
+        small = self.step(Shape(1, 0, 1, groups=0))
+        code = (self.stock(small), self.relay(small, reads())[0])
         started = time.perf_counter()
         for call in calls:
             call()
@@ -163,6 +169,9 @@ class Probe:
             for call, times in order:
                 if cold:
                     self._flush.sum()
+                    for run in code:
+                        run()
+                    self._layer_weights.sum()
                 else:
                     call()
                 begun = time.perf_counter()
