@@ -21,7 +21,16 @@ this page. `make test` runs a sample of every part, and plants faults which that
 """
 # Columns of options; and those that are not added up.
 _NOT_SHOWN = ("block_size", "workers")
-_LARGEST = ("largest_difference", "limit_bytes", "peak_bytes", "stated_gib", "kv_bytes", "first_n")
+_LARGEST = (
+    "largest_difference",
+    "limit_bytes",
+    "peak_bytes",
+    "peak_anonymous_bytes",
+    "stated_gib",
+    "packed_gib",
+    "kv_bytes",
+    "first_n",
+)
 
 
 def page() -> str:
