@@ -61,12 +61,25 @@ def heads(rows: list[Row], path: Path) -> str:
     shared = rows[0]["shared_tokens"]
     shown = [row for row in rows if row["shared_tokens"] == shared]
     row = shown[0]
-    figure, axes = axes_of(
+    title = (
         f"{row['requests']} requests under {shared:,} tokens with {row['own_tokens']} tokens each, "
-        f"{row['layers']} layers, heads of {row['head_size']}",
-        "query heads/KV heads of the model",
-        "milliseconds per decode step (median; min to max)",
+        f"{row['layers']} layers, heads of {row['head_size']}"
     )
+    names = [f"{row['query_heads']}/{row['kv_heads']}" for row in shown]
+    _bars(shown, names, title, "query heads/KV heads of the model", path)
+    return _table(rows)
+
+
+def unshared(rows: list[Row], path: Path) -> str:
+    """Step time of a model by requests and their tokens."""
+    title = f"{rows[0]['model']}, nothing shared"
+    names = [f"{row['requests']} x {row['own_tokens']:,}" for row in rows]
+    _bars(rows, names, title, "requests x tokens of each", path)
+    return _table(rows)
+
+
+def _bars(shown: list[Row], names: list[str], title: str, x_label: str, path: Path) -> None:
+    figure, axes = axes_of(title, x_label, "milliseconds per decode step (median; min to max)")
     at = range(len(shown))
     for number, key in enumerate(("stock", "relay")):
         name = f"{key}_step_ms"
@@ -84,15 +97,16 @@ def heads(rows: list[Row], path: Path) -> str:
         bare, [x - 0.4 for x in at], [x + 0.4 for x in at],
         colors="black", linestyles="--", label=label("no-attention"),
     )  # fmt: skip
-    axes.set_xticks(at, [f"{row['query_heads']}/{row['kv_heads']}" for row in shown])
+    axes.set_xticks(at, names)
     finish(figure, axes, path)
-    return _table(rows)
 
 
 def _table(rows: list[Row]) -> str:
+    prompts = "prefill_time_ratio" in rows[0]
     return table(
         ["heads", "requests", "shared tokens", "own tokens", "vLLM, tokens/s", "relay, tokens/s",
-         "no attention, tokens/s", "times vLLM", "least to most", "steps relayed", "logprob rms"],
+         "no attention, tokens/s", "times vLLM", "least to most", "steps relayed", "logprob rms",
+         *(["time of the prompts, vLLM's = 1"] if prompts else [])],
         (
             [
                 f"{row['query_heads']}/{row['kv_heads']}",
@@ -106,6 +120,7 @@ def _table(rows: list[Row]) -> str:
                 f"{row['ratio_min']:.2f} to {row['ratio_max']:.2f}",
                 row["steps_relayed"],
                 f"{row['logprob_rms']:.4f}",
+                *([f"{row['prefill_time_ratio']:.2f}"] if prompts else []),
             ]
             for row in rows
         ),

@@ -172,12 +172,18 @@ def passed(part: str) -> list[Row]:
     return [row for file in files for row in read(file) if row["status"] == "pass"]
 
 
+def links(part: str) -> str:
+    """Markdown: the CSVs of a part."""
+    names = sorted(file.name for file in RESULTS.glob(f"gpu-{part}-*.csv"))
+    return ", ".join(f"[CSV](../benchmarks/results/{name})" for name in names)
+
+
 def layers() -> Iterator[list[str]]:
-    """One layer's attention in steps that share, as measured and as predicted."""
+    """One layer's attention in a step, as measured and as predicted."""
     found: dict[tuple[int, ...], dict[str, Row]] = {}
     for row in passed("op"):
         shape = tuple(row[k] for k in ("query_heads", "kv_heads", "batch", "shared", "own"))
-        if row["shared"]:
+        if row["batch"] > 1:  # relay's kernels do not run for one request
             found.setdefault(shape, {})[row["system"]] = row
     for (heads, kv_heads, rows, shared, own), systems in found.items():
         us = {name: row["us"] for name, row in systems.items()}
@@ -234,11 +240,13 @@ def measured() -> str:
         "plan is made once per step, for all layers. Without a prediction: too little would be "
         "saved, and the step runs as vLLM's own; what is shown is what relay's kernels cost when "
         "they find nothing to do. The constants of this GPU in `sharing/gpu.py` are fitted to the "
-        f"first run of this table.\n\n{table(['heads', *shape, *columns], layers())}\n"
+        f"first run of this table ({links('op')}).\n\n"
+        f"{table(['heads', *shape, *columns], layers())}\n"
         f"Whole engines with the shape of Llama-3-8B and dummy weights, medians of "
         f"{engine['windows']} windows of {engine['steps']} steps, runs after one another; cascade "
         f"is vLLM's own, on runner V1. Without any shared token vLLM is {most:.1f} times as fast "
-        "as with 8,192: nothing that shares attention can gain more here.\n\n"
+        "as with 8,192: nothing that shares attention can gain more here "
+        f"({links('engine-8b')}).\n\n"
         f"{table(['run', 'system', *shape, *systems], engines())}\n"
         "Answers of small models with random weights: root mean square distance of relay's "
         "log-probabilities of given tokens (with drafts: of its own) from float32, as a multiple "
@@ -246,7 +254,8 @@ def measured() -> str:
         "on runner V2 (with drafts on V1); the largest of several batches. More than 2 fails. In "
         "the rows with an error, 0.1 was added to the LSE of shared segments, and the smallest "
         "multiple is shown. Only float16 is fine enough to see it: fp8 and the small gpt-oss are "
-        "far from float32 by themselves, and would hide it below the bound.\n\n"
+        "far from float32 by themselves, and would hide it below the bound "
+        f"({links('parity')}).\n\n"
         f"{table(['model', *kind, 'batches', 'distance'], answers())}"
     )
 
@@ -287,9 +296,5 @@ def page(before: str) -> str:
     return before
 
 
-def main() -> None:
-    PAGE.write_text(page(PAGE.read_text()))
-
-
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(page(PAGE.read_text()))

@@ -207,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
     report.write_text(
         "# What relay brings, and where it does not help\n\n"
         f"{failed}{findings}"
-        "- [Where it does not help](#where-it-does-not-help): every case that gains little.\n\n"
+        "- [Where it does not help](#where-it-does-not-help): the cases that gain little.\n\n"
         "## How it was measured\n\n"
         "Written by `python benchmarks/report/write_report.py` from the newest CSVs in "
         "`results/`; `make bench` measures them anew. Systems run interleaved on the same prompts. "
