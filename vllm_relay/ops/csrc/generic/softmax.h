@@ -33,7 +33,8 @@ inline float score_factor(const relay_scores& scores) {
   return bends(scores) ? 1.0f : (float)scores.scale * LOG2E;
 }
 
-// Scale, soft cap and ALiBi of a row's scores, in base 2, where `bends`.
+// Scale, soft cap and ALiBi of a row's scores, in base 2. Only where `bends`: else `scale` is left
+// to the softmax.
 //   scores: [count] products of the query and the keys from `first` on, a multiple of W
 RELAY_INLINE void bend_scores(const relay_call& call, const Unit& unit, int64_t row, int64_t first,
                               float* scores, int64_t count) {
@@ -67,7 +68,7 @@ constexpr int SOFTMAX_ROWS = REGISTER_ROWS < 8 ? 1 : 4;
 //            `scale`; then their weights, Dot<T>::Weight [R, count / Dot::steps]
 //   row_max: m, row_sum: l of the tiles before, [R]
 //   factor:  [R], set to 2 ** (m - m'), the factor of each row's output so far
-//   next: memory read soon, fetched here if this is the only block of rows
+//   next: memory read soon, fetched here if the unit is one block of rows
 template <class T, int R>
 RELAY_INLINE void online_softmax_update(float* scores, int64_t scores_row, int64_t count,
                                         float scale, float* row_max, float* row_sum, float* factor,
