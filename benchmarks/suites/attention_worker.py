@@ -10,7 +10,7 @@ import torch
 from benchmarks.harness.kv_rows import copy_rows
 from benchmarks.harness.roofline import gemm_rate, read_rate
 from vllm_relay.calibration import kernels
-from vllm_relay.calibration.probe import Probe
+from vllm_relay.calibration.probe import Probe, cache_bytes
 from vllm_relay.calibration.steps import Shape
 from vllm_relay.calibration.worker import probed_layers
 from vllm_relay.ops import reference
@@ -90,7 +90,9 @@ class AttentionWorker:
 
     def _probed(self) -> Probe:
         if not hasattr(self, "_probe"):
-            self._probe = Probe(*next(probed_layers(self)), CACHE_BYTES)
+            # All of L3: times stand beside the rate at which memory is read.
+            probed = next(probed_layers(self))
+            self._probe = Probe(*probed, CACHE_BYTES, flush_bytes=max(cache_bytes(3), 128 << 20))
         return self._probe
 
 

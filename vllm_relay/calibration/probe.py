@@ -31,11 +31,11 @@ from vllm_relay.ops.native.prepared import AttentionShape
 from vllm_relay.plan import SharingStats
 from vllm_relay.sharing import Costs, reads
 
-# Read between calls to empty the caches, as the weights of a model do from step to step. An L3
-# cache of hundreds of MB is not emptied: a round would take seconds, and others use it, too.
+# Bytes read before each timed call, like a model's weights between steps. A shared L3 cache of
+# hundreds of MB is not emptied: a round would take seconds.
 _FLUSH_BYTES = 128 << 20
-# Read after that and a small call, as the weights of one layer: attention's code was run by the
-# layer before.
+# Bytes read between a small call, which stands for the layer before, and the timed one, like one
+# layer's weights.
 _LAYER_BYTES = 8 << 20
 
 
@@ -45,7 +45,8 @@ class Probe:
     Args:
         builder: vLLM's, of layers with these heads. layer: one of them, with our ``impl``.
         shape: of the attention; heads, head size and dtype are the layer's.
-        kv_bytes: of the KV cache that is made for it.
+        kv_bytes: of the KV cache that is made for it. flush_bytes: read before each timed call, at
+            least; by default what is affordable at a start.
         slopes: float32 ``[Hq]``, ALiBi's. sinks: ``[Hq]``.
 
     Attributes:
@@ -59,6 +60,7 @@ class Probe:
         shape: AttentionShape,
         kv_bytes: int,
         *,
+        flush_bytes: int = _FLUSH_BYTES,
         slopes: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
@@ -80,7 +82,8 @@ class Probe:
         some = torch.randn(min(blocks, 64), *of_block).to(shape.dtype)
         for part in self.cache.split(64):  # numbers take longer to make than to copy
             part.copy_(some[: len(part)])
-        self._flush = torch.zeros(_FLUSH_BYTES // 4)
+        near = 2 * torch.get_num_threads() * cache_bytes()
+        self._flush = torch.zeros(max(flush_bytes, near) // 4)
         self._layer_weights = self._flush[: _LAYER_BYTES // 4]
         self._random = random.Random(0)
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -142,6 +145,15 @@ class Probe:
             self.impl, self._layer, query, query, query, self.cache, metadata, out
         )
 
+    def _code(self) -> list[Callable[[], Any]]:
+        """vLLM's attention and ours of a small step with a group, at the end of the KV cache."""
+        small = self.step(Shape(8, self.block, 1))
+        small.block_table_tensor += len(self.cache) - 1 - int(small.block_table_tensor.max())
+        kept, self._buffers = self._buffers, {}
+        code = [self.stock(small), self.relay(small, reads())[0]]
+        self._buffers = kept
+        return code
+
     def rounds(
         self,
         calls: Sequence[Callable[[], Any]],
@@ -152,12 +164,12 @@ class Probe:
     ) -> list[list[float]]:
         """Seconds of each call, interleaved; the order of a round is random, by a fixed seed.
 
-        First each runs once, which packs segments. With ``cold`` the caches hold attention's code
-        and no data of a call; else the same call has just read them. Ends before a round that would
-        not be over in so many ``seconds``, but not before the first.
+        First each runs once, which packs segments. With ``cold`` the caches hold attention's code,
+        and data of a call only where they exceed what is flushed; else the same call has just read
+        its data. Ends before a round that would not be over in so many ``seconds``, but not before
+        the first.
         """
-        small = self.step(Shape(1, 0, 1, groups=0))
-        code = (self.stock(small), self.relay(small, reads())[0])
+        code = self._code() if cold else []
         started = time.perf_counter()
         for call in calls:
             call()
@@ -169,6 +181,7 @@ class Probe:
             for call, times in order:
                 if cold:
                     self._flush.sum()
+                    self._random.shuffle(code)
                     for run in code:
                         run()
                     self._layer_weights.sum()

@@ -90,6 +90,35 @@ def terms(costs: Costs) -> dict[str, float]:
     return {**found, "step": costs.step, "fusion": costs.fusion, "copy": costs.copy}
 
 
+def test_both_attentions_of_a_small_group_run_before_each_timed_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = make_bench(HEADS, KV_HEADS, SIZE, torch.bfloat16, "vec", 4)
+    assert isinstance(bench.impl.shape, AttentionShape)
+    probe = Probe(bench.builder, bench.layer, bench.impl.shape, 4 << 20)
+    ran: list[Any] = []
+
+    def relay(self: Probe, common: Any, costs: Costs, levels: int = 1) -> Any:
+        call, stats = of_relay(self, common, costs, levels)
+        assert stats is not None
+        return lambda: (ran.append(f"relay, groups {stats.groups}"), call()), stats
+
+    def stock(self: Probe, common: Any) -> Any:
+        call = of_stock(self, common)
+        return lambda: (ran.append("stock"), call())
+
+    of_relay, of_stock = Probe.relay, Probe.stock
+    monkeypatch.setattr(Probe, "relay", relay)
+    monkeypatch.setattr(Probe, "stock", stock)
+    before = dict(probe._buffers)
+    with torch.inference_mode():
+        probe.rounds([lambda: ran.append("timed")], repeats=20)
+    assert probe._buffers == before
+    rounds = {tuple(ran[1 + i : 4 + i]) for i in range(0, 60, 3)}
+    both = ("stock", "relay, groups 1")
+    assert ran[0] == "timed" and rounds == {(*both, "timed"), (*both[::-1], "timed")}
+
+
 def test_known_costs_are_recovered(machine: KnownMachine) -> None:
     found = measure(machine, QUICK)
     assert not found.rough and max(found.errors.values()) < 0.01
