@@ -167,16 +167,17 @@ SECTIONS = (
     Section(
         "decode-heads", "Decode steps of MHA, GQA and MQA",
         "Models that differ in KV heads only. With fewer, vLLM reads less for every request, while "
-        "the arithmetic stays the same: less to gain from one read for all, but for MQA, where "
-        "vLLM's kernel is slower than with two KV heads.",
+        "the arithmetic stays the same: less to gain from one read for all. On CPUs without AMX "
+        "vLLM's kernel is slower under a long prefix with one KV head than with two.",
         decode_figures.heads, decode_figures.decode_ratios,
     ),
     Section(
         "decode-model", "Decode steps with nothing shared",
         "A real model whose requests have nothing in common: relay's kernels against vLLM's, where "
-        "the cost model takes them. Decode and, beside it, the time in which the prompts are "
-        "computed. An engine that skips attention is the ceiling.",
-        decode_figures.unshared, decode_figures.decode_ratios,
+        "the cost model takes them. Steps without groups do not count as relayed. An "
+        "engine that skips attention is the ceiling.",
+        decode_figures.unshared, decode_figures.decode_ratios, "",
+        lambda row: row["shared_tokens"] == 0,
     ),
     Section(
         "attention", "Attention of a whole step, and the theory",

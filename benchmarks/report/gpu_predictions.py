@@ -240,7 +240,7 @@ def measured() -> str:
         "plan is made once per step, for all layers. Without a prediction: too little would be "
         "saved, and the step runs as vLLM's own; what is shown is what relay's kernels cost when "
         "they find nothing to do. The constants of this GPU in `sharing/gpu.py` are fitted to the "
-        f"first run of this table ({links('op')}).\n\n"
+        f"first run of this table. Runs, the oldest first: {links('op')}.\n\n"
         f"{table(['heads', *shape, *columns], layers())}\n"
         f"Whole engines with the shape of Llama-3-8B and dummy weights, medians of "
         f"{engine['windows']} windows of {engine['steps']} steps, runs after one another; cascade "

@@ -5,11 +5,11 @@
 Every point is one step: requests in groups that share a prefix, each with tokens of its own and one
 query token (decode), several (verification of drafts) or a chunk of a prompt (prefill); another
 request's whole prompt beside them (mixed); layers with a window or sinks. Four ways are timed in
-the engine's own worker, interleaved, with cold caches, until the medians of their ratios are known
-to about 0.5 %: vLLM's backend; relay's backend with its cost model, unless that is one of the
-others; relay's kernels without a group; and with every group. Planning is not in these times (see
-`bench_planning.py`), nor is the packing of segments, which is done once the regret of steps without
-it exceeds its cost.
+the engine's own worker, interleaved, with caches as in a model, until the medians of their ratios
+are known to about 0.5 %: vLLM's backend; relay's backend with its cost model, unless that is one of
+the others; relay's kernels without a group; and with every group. Planning is not in these times
+(see `bench_planning.py`), nor is the packing of segments, which is done once the regret of steps
+without it exceeds its cost.
 """
 
 import argparse
@@ -118,6 +118,8 @@ def grid() -> list[Point]:
 
 def row_of(point: Point, measured: dict[str, Any], heads: list[int]) -> dict[str, Any]:
     low, high = measured["quartiles"]
+    # With a window the forest's columns start at 0 and the shape's at the first block seen.
+    predicted = measured["shares"] and not point.window
     return {
         "query_heads": heads[0],
         "kv_heads": heads[1],
@@ -144,7 +146,7 @@ def row_of(point: Point, measured: dict[str, Any], heads: list[int]) -> dict[str
         "of_best": round(measured["of_best"], 4),
         "predicted_stock_ms": round(measured["predicted_stock_ms"], 4),
         "predicted_alone_ms": round(measured["predicted_alone_ms"], 4),
-        "predicted_always_ms": round(measured["predicted_always_ms"], 4),
+        "predicted_always_ms": round(measured["predicted_always_ms"], 4) if predicted else "",
         "relative_difference": round(measured["relative_difference"], 6),
     }
 

@@ -1,6 +1,5 @@
 """Worker extension of `bench_choice.py`: times one point of the grid."""
 
-import math
 import statistics
 import time
 from dataclasses import replace
@@ -85,9 +84,6 @@ def _measure(probe: Probe, costs: Costs, shape: Shape) -> dict[str, Any]:
     costs = replace(costs, system=costs.packed or costs.system)  # as the probe's segments are
     most_groups = Planner(probe.block, reads(), 3, probe.shape.window).plan(tables, lens, queries)
     nothing = Forest((), len(lens), probe.block)
-    # With a window the shape counts blocks from the first seen one, the forest from the first.
-    always = predict(most_groups.forest, most_groups.shape, costs)
-    always = math.nan if probe.shape.window else always
     return {
         "threads": torch.get_num_threads(),
         "stock_ms": 1e3 * medians["stock"],
@@ -101,7 +97,7 @@ def _measure(probe: Probe, costs: Costs, shape: Shape) -> dict[str, Any]:
         "shares": shares,
         "predicted_stock_ms": 1e3 * predict_stock(most_groups.shape, costs),
         "predicted_alone_ms": 1e3 * predict(nothing, most_groups.shape, costs),
-        "predicted_always_ms": 1e3 * always,
+        "predicted_always_ms": 1e3 * predict(most_groups.forest, most_groups.shape, costs),
         "rounds": len(ratios),
         "relative_difference": float(difference / expected.square().mean().sqrt()),
     }
