@@ -92,7 +92,7 @@ class AttentionWorker:
         if not hasattr(self, "_probe"):
             # All of L3: times stand beside the rate at which memory is read.
             probed = next(probed_layers(self))
-            self._probe = Probe(*probed, CACHE_BYTES, flush_bytes=max(cache_bytes(3), 128 << 20))
+            self._probe = Probe(*probed, CACHE_BYTES, flush_bytes=cache_bytes(3))
         return self._probe
 
 

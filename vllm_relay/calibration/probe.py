@@ -46,7 +46,7 @@ class Probe:
         builder: vLLM's, of layers with these heads. layer: one of them, with our ``impl``.
         shape: of the attention; heads, head size and dtype are the layer's.
         kv_bytes: of the KV cache that is made for it. flush_bytes: read before each timed call, at
-            least; by default what is affordable at a start.
+            least; 0: what is affordable at a start.
         slopes: float32 ``[Hq]``, ALiBi's. sinks: ``[Hq]``.
 
     Attributes:
@@ -60,7 +60,7 @@ class Probe:
         shape: AttentionShape,
         kv_bytes: int,
         *,
-        flush_bytes: int = _FLUSH_BYTES,
+        flush_bytes: int = 0,
         slopes: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
@@ -82,8 +82,8 @@ class Probe:
         some = torch.randn(min(blocks, 64), *of_block).to(shape.dtype)
         for part in self.cache.split(64):  # numbers take longer to make than to copy
             part.copy_(some[: len(part)])
-        near = 2 * torch.get_num_threads() * cache_bytes()
-        self._flush = torch.zeros(max(flush_bytes, near) // 4)
+        near = 2 * torch.get_num_threads() * cache_bytes()  # twice the caches of all cores
+        self._flush = torch.zeros(max(flush_bytes, near, _FLUSH_BYTES) // 4)
         self._layer_weights = self._flush[: _LAYER_BYTES // 4]
         self._random = random.Random(0)
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
