@@ -276,14 +276,12 @@ def test_killed_writers_that_share_a_folder_leave_whole_files(tmp_path: Path) ->
         running = []
         for seed in (10_000_000, 20_000_000):
             ready = fork.Event()
-            running.append(fork.Process(target=_save_for_ever, args=(tmp_path, seed, ready)))
+            process = fork.Process(target=_save_for_ever, args=(tmp_path, seed, ready), daemon=True)
+            running.append(process)
             running[-1].start()
             assert ready.wait(30)
         time.sleep(0.2 + 0.11 * kill)
-        for _ in range(300):  # a slow disk has no whole file yet
-            if hottest_first(tmp_path):
-                break
-            time.sleep(0.1)
+        until(lambda: bool(hottest_first(tmp_path)))  # a slow disk has no whole file yet
         for process in running:
             process.kill()
             process.join()
