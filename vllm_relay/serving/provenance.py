@@ -2,10 +2,10 @@
 
 import os
 import platform
-import re
 from datetime import datetime
 from importlib import metadata
-from pathlib import Path
+
+from vllm_relay.sharing.cost_store import cpu_name
 
 
 def version(distribution: str) -> str:
@@ -23,9 +23,7 @@ def device() -> str:
 
         if torch.cuda.is_available():
             return torch.cuda.get_device_name()
-    cpuinfo = Path("/proc/cpuinfo")
-    names = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    return names[1].strip() if names else platform.processor() or platform.machine()
+    return cpu_name()
 
 
 def provenance() -> dict[str, str]:

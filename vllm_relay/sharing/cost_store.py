@@ -23,6 +23,7 @@ from vllm_relay.sharing.whole_files import locked, replacing
 from vllm_relay.validation import Amount, Positive, checked, parse_json
 
 SHIPPED = Path(__file__).with_name("devices.json")
+_CPUINFO = Path("/proc/cpuinfo")
 # Safety margin of our kernels' predictions against vLLM's, for a measured shape and for another
 # device or shape. Both kernels were timed interleaved: most of what is off in one is off in the
 # other. The second is a guess.
@@ -238,15 +239,17 @@ def check_writable(path: Path) -> None:
 def cpu_name(isa: str = "", kernels: str = "") -> str:
     """This machine's CPU and the instruction sets in use.
 
-    Virtual machines often hide the model: the name alone may stand for several.
+    Virtual machines often hide the model's name, so that one name stands for several processors:
+    the numbers that x86 has for its families and models tell them apart.
 
     Args:
         isa: of vLLM's CPU engine. kernels: of ours.
     """
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.exists() else ""
-    named = re.search(r"model name\s*:\s*(.+)", text)
-    name = named[1].strip() if named else platform.processor() or platform.machine()
+    text = _CPUINFO.read_text() if _CPUINFO.exists() else ""
+    known = dict(re.findall(r"^(model name|cpu family|model)\s*:\s*(.+?)\s*$", text, re.MULTILINE))
+    name = known.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in known:
+        name += f" family {known['cpu family']} model {known['model']}"
     return f"{name} ({', '.join(filter(None, (isa, kernels)))})" if isa else name
 
 

@@ -221,3 +221,26 @@ def test_a_user_without_a_home_is_told_what_to_name(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     with pytest.raises(ValueError, match=r"^there is no home folder; VLLM_RELAY_DEVICES names"):
         find_costs(8, 2, 64)
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "name"),
+    [
+        (
+            "cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n",
+            "AMD EPYC family 25 model 17",
+        ),
+        ("processor : 0\nmodel name\t: ARMv8 rev 1\n", "ARMv8 rev 1"),
+    ],
+)
+def test_processors_of_one_name_have_names_of_their_own(
+    cpuinfo: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(cpuinfo)
+    monkeypatch.setattr(cost_store, "_CPUINFO", tmp_path / "cpuinfo")
+    cost_store.cpu_name.cache_clear()
+    try:
+        assert cost_store.cpu_name() == name
+        assert cost_store.cpu_name("vec", "avx2") == f"{name} (vec, avx2)"
+    finally:
+        cost_store.cpu_name.cache_clear()
