@@ -10,6 +10,9 @@
 namespace relay {
 
 constexpr int64_t TILE_SLOTS = 384;  // keys of a tile, its runs padded to multiples of PIECE
+// A unit of few rows waits for memory: in smaller tiles, what is fetched a tile ahead is still in
+// the nearest caches when it is read.
+constexpr int64_t FEW_ROWS = 16, FEW_ROWS_SLOTS = 128;
 constexpr int64_t PIECE = 32;        // tokens
 constexpr int64_t MAX_ROWS = 128;
 constexpr int64_t MAX_HEAD_SIZE = 512;
@@ -113,11 +116,12 @@ inline bool same(const WorkIndex& a, const WorkIndex& b) {
   return same_unit(a, b) && a.tile == b.tile;
 }
 
-inline int64_t tile_keys_of(const relay_layout& layout) {
+inline int64_t tile_keys_of(const relay_layout& layout, int64_t rows) {
   const int64_t block = layout.block_tokens;
-  if (block == 0 || block % PIECE == 0) return TILE_SLOTS;
+  const int64_t slots = rows < FEW_ROWS ? FEW_ROWS_SLOTS : TILE_SLOTS;
+  if (block == 0 || block % PIECE == 0) return slots;
   const int64_t padded = rounded(block, PIECE);
-  return padded <= TILE_SLOTS ? TILE_SLOTS / padded * block : TILE_SLOTS - 2 * PIECE;
+  return padded <= slots ? slots / padded * block : slots - 2 * PIECE;
 }
 
 // The rows of one sequence in blocks of nearly equal size.
@@ -171,7 +175,7 @@ inline Unit unit_at(const relay_call& call, const WorkIndex& index, const RowBlo
   const int64_t block = layout.block_tokens;
   unit.first = seen.first - seen.first % (block % PIECE ? block : PIECE);
   unit.keys = seen.end;
-  unit.tile_keys = tile_keys_of(layout);
+  unit.tile_keys = tile_keys_of(layout, unit.rows);
   unit.tiles = unit.keys > unit.first ? ceil_div(unit.keys - unit.first, unit.tile_keys) : 1;
   return unit;
 }

@@ -5,11 +5,35 @@
 // B = values, steps = tokens, columns = channels. The register block is the micro-kernel of
 // Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008).
 #pragma once
+#include <unistd.h>
+
 #include "../work.h"
 #include "vec.h"
 
 namespace relay {
 namespace {
+
+// Whether the first-level cache is large enough for what is fetched ahead (Zen 5, Intel since
+// Ice Lake). A smaller one would lose it, and with it what is needed now.
+inline bool fetches_into_first_level() {
+#ifdef _SC_LEVEL1_DCACHE_SIZE
+  static const bool large = sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 << 10;
+  return large;
+#else
+  return false;
+#endif
+}
+
+template <int N>
+struct Count {
+  static constexpr int value = N;
+};
+
+// A line of 64 bytes into the cache of this level and those behind it.
+template <int LEVEL>
+RELAY_INLINE void fetch(const char* line) {
+  __builtin_prefetch(line, 0, LEVEL == 1 ? 3 : 2);
+}
 
 // Memory that will be read soon, fetched into the cache line by line beside a product.
 struct Prefetcher {
@@ -21,6 +45,7 @@ struct Prefetcher {
   Region regions[MAX_REGIONS];
   int count = 0, next = 0;
   int64_t sharers = 1;  // register blocks of rows over which the lines are spread
+  const bool near = fetches_into_first_level();
 
   void clear(int64_t row_blocks) {
     count = next = 0;
@@ -104,13 +129,16 @@ RELAY_INLINE void register_block(const typename Dot<T>::Weight* a, int64_t a_row
   const Prefetcher::Region soon = prefetcher.take(whole * lines);
   const int64_t fetched = soon.lines / lines;
   int64_t step = 0;
-  for (; step < fetched; ++step) {
-    Vector x[N];
-    b.template read<false>(step, x);
-    for (int64_t i = 0; i < lines; ++i)
-      __builtin_prefetch(soon.at + 64 * (step * lines + i), 0, 2);
-    multiply(step, x);
-  }
+  const auto fetch_and_multiply = [&](auto level) __attribute__((always_inline)) {
+    for (; step < fetched; ++step) {
+      Vector x[N];
+      b.template read<false>(step, x);
+      for (int64_t i = 0; i < lines; ++i)
+        fetch<decltype(level)::value>(soon.at + 64 * (step * lines + i));
+      multiply(step, x);
+    }
+  };
+  prefetcher.near ? fetch_and_multiply(Count<1>{}) : fetch_and_multiply(Count<2>{});
   for (; step < whole; ++step) {
     Vector x[N];
     b.template read<false>(step, x);
@@ -127,11 +155,6 @@ RELAY_INLINE void register_block(const typename Dot<T>::Weight* a, int64_t a_row
     sink(r, total[r]);
   }
 }
-
-template <int N>
-struct Count {
-  static constexpr int value = N;
-};
 
 // All columns of C, register block by register block: added to what it holds if ADD, else written.
 //   a:       [R, steps / Dot::steps], rows `a_row` apart

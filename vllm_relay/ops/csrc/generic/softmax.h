@@ -104,7 +104,8 @@ RELAY_INLINE void online_softmax_update(float* scores, int64_t scores_row, int64
       total[r][1] += q;
       Dot<T>::store_weights((Weight*)at + i / Dot<T>::steps, p, q);
       if (line < soon.lines)
-        for (int n = 0; n < LINES; ++n, ++line) __builtin_prefetch(soon.at + 64 * line, 0, 2);
+        for (int n = 0; n < LINES; ++n, ++line)
+          next.near ? fetch<1>(soon.at + 64 * line) : fetch<2>(soon.at + 64 * line);
     }
   }
   // l' = l 2 ** (m - m') + sum_j p_j
