@@ -12,7 +12,7 @@ namespace relay {
 constexpr int64_t TILE_SLOTS = 384;  // keys of a tile, its runs padded to multiples of PIECE
 // A unit of few rows waits for memory: in smaller tiles, what is fetched a tile ahead is still in
 // the nearest caches when it is read.
-constexpr int64_t FEW_ROWS = 16, FEW_ROWS_SLOTS = 128;
+constexpr int64_t MOST_FEW_ROWS = 16, FEW_ROWS_SLOTS = 128;
 constexpr int64_t PIECE = 32;        // tokens
 constexpr int64_t MAX_ROWS = 128;
 constexpr int64_t MAX_HEAD_SIZE = 512;
@@ -118,7 +118,7 @@ inline bool same(const WorkIndex& a, const WorkIndex& b) {
 
 inline int64_t tile_keys_of(const relay_layout& layout, int64_t rows) {
   const int64_t block = layout.block_tokens;
-  const int64_t slots = rows < FEW_ROWS ? FEW_ROWS_SLOTS : TILE_SLOTS;
+  const int64_t slots = rows <= MOST_FEW_ROWS ? FEW_ROWS_SLOTS : TILE_SLOTS;
   if (block == 0 || block % PIECE == 0) return slots;
   const int64_t padded = rounded(block, PIECE);
   return padded <= slots ? slots / padded * block : slots - 2 * PIECE;
