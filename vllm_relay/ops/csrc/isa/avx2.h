@@ -22,6 +22,12 @@ constexpr int register_vectors(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 
 constexpr int register_vectors_in_place(int rows) { return register_vectors(rows); }
 
 // p: [W]
+RELAY_INLINE vf widen(const bf16* p) {
+  const __m256i halves = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+  return (vf)_mm256_slli_epi32(halves, 16);
+}
+
+// p: [W]
 RELAY_INLINE vf widen(const f16* p) {
   return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 }

@@ -42,6 +42,12 @@ RELAY_INLINE vf exp2(vf x) {
 }
 
 // p: [W]
+RELAY_INLINE vf widen(const bf16* p) {
+  const __m512i halves = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+  return (vf)_mm512_slli_epi32(halves, 16);
+}
+
+// p: [W]
 RELAY_INLINE vf widen(const f16* p) {
   return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 }
