@@ -113,7 +113,10 @@ template <class T, int R, int N, class B, class Sink>
 RELAY_INLINE void register_block(const typename Dot<T>::Weight* a, int64_t a_row, const B& b,
                                  int64_t steps, Prefetcher& prefetcher, Sink sink) {
   typedef typename Dot<T>::Vector Vector;
-  // As many lines are fetched as are read, over all blocks of rows that read them.
+  // As many lines are fetched as are read, over all blocks of rows that read them: `lines` of them
+  // beside as many steps as read a line of one vector each. Fetched faster, they would crowd out
+  // the reads.
+  constexpr int READ = W * Dot<T>::steps * (int)sizeof(T), STEPS = READ < 64 ? 64 / READ : 1;
   const int64_t lines =
       R <= REGISTER_ROWS / 2 ? N : (N + prefetcher.sharers - 1) / prefetcher.sharers;
   vf total[R][N] = {};
@@ -126,16 +129,19 @@ RELAY_INLINE void register_block(const typename Dot<T>::Weight* a, int64_t a_row
       for (int n = 0; n < N; ++n) total[r][n] = Dot<T>::add(total[r][n], a[r * a_row + step], x[n]);
     }
   };
-  const Prefetcher::Region soon = prefetcher.take(whole * lines);
-  const int64_t fetched = soon.lines / lines;
+  const Prefetcher::Region soon = prefetcher.take(whole / STEPS * lines);
+  const int64_t times = soon.lines / lines;
   int64_t step = 0;
   const auto fetch_and_multiply = [&](auto level) __attribute__((always_inline)) {
-    for (; step < fetched; ++step) {
-      Vector x[N];
-      b.template read<false>(step, x);
+    for (int64_t time = 0; time < times; ++time) {
       for (int64_t i = 0; i < lines; ++i)
-        fetch<decltype(level)::value>(soon.at + 64 * (step * lines + i));
-      multiply(step, x);
+        fetch<decltype(level)::value>(soon.at + 64 * (time * lines + i));
+#pragma GCC unroll 4
+      for (int i = 0; i < STEPS; ++i, ++step) {
+        Vector x[N];
+        b.template read<false>(step, x);
+        multiply(step, x);
+      }
     }
   };
   prefetcher.near ? fetch_and_multiply(Count<1>{}) : fetch_and_multiply(Count<2>{});
@@ -196,19 +202,22 @@ void product(const typename Dot<T>::Weight* a, int64_t a_row, const relay_operan
   }
   constexpr int LEAST = Dot<T>::steps;  // vectors that the narrowest read gives
   constexpr int N = register_vectors_in_place(R) / LEAST * LEAST;
+  constexpr int HALF = (N + LEAST) / 2 / LEAST * LEAST;
   // Whether n vectors are there, the last of them not in vain.
   const auto fits = [&](int n) {
     return column + n * W <= there && column + (n - LEAST) * W < columns;
   };
   while (column < columns) {
     const AdjacentColumns<T, false> b = {at + column, operand.stride, 0};
-    if (fits(N)) {
+    // Two and two rather than three and one.
+    const bool twice = 2 * HALF == N + LEAST && fits(2 * HALF) && !fits(2 * HALF + LEAST);
+    if (!twice && fits(N)) {
       block(Count<N>{}, b);
       continue;
     }
-    if constexpr (N / 2 > LEAST && N / 2 % LEAST == 0) {
-      if (fits(N / 2)) {
-        block(Count<N / 2>{}, b);
+    if constexpr (HALF > LEAST) {
+      if (fits(HALF)) {
+        block(Count<HALF>{}, b);
         continue;
       }
     }
