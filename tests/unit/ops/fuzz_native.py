@@ -69,7 +69,7 @@ def check_context(rng: random.Random, seed: int) -> None:
         [rng.choice([0, 1, 1, rng.randint(1, 9)]) for _ in range(rows)],
         heads=(heads, kv_heads),
         head_size=size,
-        block_size=rng.choice([1, 7, 16, 32, 32, 64, 100, 128, 400, 512]),
+        block_size=rng.choice([1, 7, 16, 32, 32, 64, 100, 128, 144, 200, 400, 512]),
         dtype=dtype,
         layout=rng.choice(LAYOUTS),
         seed=seed,

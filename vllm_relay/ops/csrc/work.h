@@ -9,7 +9,7 @@
 
 namespace relay {
 
-constexpr int64_t TILE_SLOTS = 384;  // keys of a tile, its runs padded to multiples of PIECE
+constexpr int64_t TILE_SLOTS = 384;  // keys of a tile at most, its runs padded to PIECE
 // A unit of few rows waits for memory: in smaller tiles, what is fetched a tile ahead is still in
 // the nearest caches when it is read.
 constexpr int64_t MOST_FEW_ROWS = 16, FEW_ROWS_SLOTS = 128;

@@ -13,8 +13,8 @@
 namespace relay {
 namespace {
 
-// Whether the first-level cache is large enough for what is fetched ahead (Zen 5, Intel since
-// Ice Lake). A smaller one would lose it, and with it what is needed now.
+// Whether what is fetched ahead goes to the first-level cache: measured on Zen 5, whose has 48 KB.
+// One of 32 KB would lose it, and with it what is needed now.
 inline bool fetches_into_first_level() {
 #ifdef _SC_LEVEL1_DCACHE_SIZE
   static const bool large = sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 << 10;
@@ -113,9 +113,9 @@ template <class T, int R, int N, class B, class Sink>
 RELAY_INLINE void register_block(const typename Dot<T>::Weight* a, int64_t a_row, const B& b,
                                  int64_t steps, Prefetcher& prefetcher, Sink sink) {
   typedef typename Dot<T>::Vector Vector;
-  // As many lines are fetched as are read, over all blocks of rows that read them: `lines` of them
-  // beside as many steps as read a line of one vector each. Fetched faster, they would crowd out
-  // the reads.
+  // As many lines are fetched as are read (of widened tiles, twice as many), over all blocks of
+  // rows that read them: `lines` beside the steps in which each of the N vectors is a line. Fetched
+  // much faster, they would crowd out the reads.
   constexpr int READ = W * Dot<T>::steps * (int)sizeof(T), STEPS = READ < 64 ? 64 / READ : 1;
   const int64_t lines =
       R <= REGISTER_ROWS / 2 ? N : (N + prefetcher.sharers - 1) / prefetcher.sharers;
