@@ -36,12 +36,15 @@ class Run:
 
 LITTLE_TO_GAIN = "--also 1 8192 64 --also 32 256 64 --also 4 256 2048"
 OTHER_HEADS = "--also-heads 16 16 128 --also-heads 16 2 128 --also-heads 16 1 128"
+TO_SATURATION = "--systems stock relay --rates 1 2 3 4 6 8"
 RUNS = (
     Run(
         "serving",
-        "--prefix-tokens 2000 --requests 16 --rates 2 4 6 --seconds 4 --eager",
-        "--rates inf 0.5 1 2 4 8",
+        "--prefix-tokens 2000 --requests 16 --rates 2 4 6 --per-rate 16 --eager",
+        f"--prefix-tokens 2000 {TO_SATURATION}",
     ),
+    Run("serving", None, f"--prefix-tokens 1000 {TO_SATURATION}"),
+    Run("serving", None, f"--prefix-tokens 4000 {TO_SATURATION}"),
     Run("serving", None, "--dataset prefix_repetition --prefix-tokens 2048 --prefixes 2"),
     Run("serving", None, "--dataset random --prefix-tokens 2048"),
     Run(

@@ -23,6 +23,7 @@ class Section:
         name: of the suite's CSVs. suffix: of the figure's file name. text: introduction.
         draw: writes the figure, returns the Markdown table. ratios: speed-ups in the rows.
         of: selects the section's rows; without any there is no section.
+        by: column for each of whose values there is a section of its own.
         learned: a sentence for the findings, beside that of the speed-ups.
     """
 
@@ -33,6 +34,7 @@ class Section:
     ratios: Callable[[list[Row]], list[Ratio]]
     suffix: str = ""
     of: Callable[[Row], bool] = lambda row: True
+    by: str = ""
     learned: Callable[[list[Row]], str] = lambda rows: ""
 
 
@@ -42,14 +44,14 @@ SECTIONS = (
         "Chats under one system prompt: real servers side by side, `vllm bench serve` as the "
         "client. Latency per token is the RelayAttention paper's normalized latency. At lower "
         "rates fewer requests run at once, so there is less to share.",
-        serving_figures.draw, serving_figures.ratios,
+        serving_figures.draw, serving_figures.ratios, by="prefix_tokens",
     ),
     Section(
         "serving", "Latencies of interactive serving",
         "Cumulative distributions over the requests of a round: time to the first token, and per "
         "further token, at the highest rate that every system was sent.",
         serving_figures.distributions, lambda rows: [], "-latencies",
-        lambda row: "ttft_p90_s" in row,
+        lambda row: "ttft_p90_s" in row, "prefix_tokens",
     ),
     Section(
         "serving-prefix_repetition", "Interactive serving of repeated prefixes",
@@ -205,7 +207,7 @@ SECTIONS = (
         "or a context of its own for each.",
         attention_figures.kernels,
         lambda rows: [], "", lambda row: row.get("part") != "step" and "ms_min" in row,
-        attention_figures.best_kernels,
+        learned=attention_figures.best_kernels,
     ),
     Section(
         "prediction", "Prediction and measurement",

@@ -12,6 +12,7 @@ import re
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +170,22 @@ def write(section: Section, paths: Sequence[Path], output: Path) -> tuple[str, s
         f"vLLM {row['vllm']}, PyTorch {row['torch']}, {mode_of(row)}, revision "
         f"{row['revision']} ([CSV]({relative(paths[0], output)})).\n\n"
     )
-    text += again + beside(f"{section.name}{section.suffix}")
     ratios = section.ratios(rows)
-    return text, finding(section, rows, ratios), ratios
+    return text + again, finding(section, rows, ratios), ratios
+
+
+def parts(section: Section, paths: Sequence[Path]) -> list[tuple[Section, list[Path]]]:
+    """The section, or one for each value of its column `by`, with the CSVs of each."""
+    if not section.by:
+        return [(section, list(paths))] if paths else []
+    of: dict[Any, list[Path]] = {}
+    for path in paths:
+        of.setdefault(read(path)[0][section.by], []).append(path)
+    name = section.by.replace("_", " ")
+    return [
+        (replace(section, title=f"{section.title}, {value:,} {name}"), of[value])
+        for value in sorted(of)
+    ]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -189,12 +203,14 @@ def main(argv: list[str] | None = None) -> int:
             for path in runs(args.results, section.name)
             if any(map(section.of, read(path)))  # older ones may lack columns
         ]
-        if paths:
-            text, learned, found = write(section, paths, args.output)
+        for part, of_part in parts(section, paths):
+            text, learned, found = write(part, of_part, args.output)
             sections += text
             findings += learned
             # Attention that is always relayed is nobody's to serve.
             ratios += [(section.name, x) for x in found if section.name != "attention"]
+        if paths:
+            sections += beside(f"{section.name}{section.suffix}")
     if not sections:
         print(f"no CSV of a benchmark in {args.results}")
         return 1

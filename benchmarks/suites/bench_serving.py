@@ -57,8 +57,8 @@ def chats(system: str, tokenizer: Any, args: argparse.Namespace, rate: float) ->
 
 
 def requests_at(rate: float, args: argparse.Namespace) -> int:
-    """Number of requests: enough for ``--seconds`` at a rate, ``--requests`` if all at once."""
-    return args.requests if math.isinf(rate) else max(2, math.ceil(rate * args.seconds))
+    """Number of requests: ``--per-rate``, or ``--requests`` if all at once."""
+    return args.requests if math.isinf(rate) else args.per_rate
 
 
 def dataset_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
         "--rates", type=float, nargs="+", default=[math.inf, 0.5, 1.0, 2.0, 4.0],
         help="requests per second; inf: all at once",
     )  # fmt: skip
-    parser.add_argument("--seconds", type=float, default=30, help="that a rate is kept up")
+    parser.add_argument("--per-rate", type=at_least(2), default=200, help="requests of each rate")
     parser.add_argument("--repeats", type=at_least(1), default=3)
     parser.add_argument("--systems", nargs="+", choices=FOUR, default=list(FOUR))
     parser.add_argument(

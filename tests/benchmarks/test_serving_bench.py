@@ -79,7 +79,7 @@ def test_servers_are_measured_on_chats_and_on_the_clients_own_prompts(
 
         monkeypatch.setattr(comparison, "serving", serving)
         monkeypatch.setattr(bench_serving, "ENV", {"VLLM_CPU_KVCACHE_SPACE": "1"})
-        options = "--prefix-tokens 300 --requests 3 --tokens 4 --repeats 1 --seconds 0.15 --save "
+        options = "--prefix-tokens 300 --requests 3 --tokens 4 --repeats 1 --per-rate 3 --save "
         options += "--eager --systems stock relay "
         for given in (
             "--rates inf 20 --bound 60",
@@ -100,5 +100,6 @@ def test_servers_are_measured_on_chats_and_on_the_clients_own_prompts(
     assert all(float(row["predicted_attention"]) >= 1 for row in last) and last[0]["tokens"] == "4"
     report = assert_reported(results, chats, traced)
     assert "within 60 s per token: vLLM: at least 20 requests/s" in report
+    assert "## Interactive serving, 300 prefix tokens" in report
     assert "| at once, vLLM | at once, relay |" in report and "| TTFT p90 |" in report
     assert {row["system"] for row in more} == {"stock", "relay"} and others.is_file()

@@ -31,7 +31,7 @@ def test_a_shortened_trace_has_the_same_blocks(tmp_path: Path) -> None:
 
 def test_parts_follow_one_another_and_keep_the_ratios_of_arrivals(tmp_path: Path) -> None:
     rows = [ROW | {"timestamp": 100 * i * i, "output_length": i} for i in range(12)]
-    args = argparse.Namespace(rates=[1.0, math.inf], seconds=2, requests=4)
+    args = argparse.Namespace(rates=[1.0, math.inf], per_rate=2, requests=4)
     loads = bench_serving.trace_loads(rows, args, tmp_path)
     sent = []
     for number in (1, 2):
@@ -61,7 +61,7 @@ def test_traces_that_cannot_be_sent_are_refused(
         return capsys.readouterr().err
 
     assert "--trace is the file of --dataset timed_trace" in refused()
-    needed = "1 requests, of 630 needed"  # 30 s of each rate in 3 rounds
+    needed = "1 requests, of 1,200 needed"  # 200 of each rate in 3 rounds
     assert needed in refused("--trace", str(trace), "--rates", "1", "6")
     write(trace, [{"timestamp": 0}])
     assert "line 1: KeyError('input_length')" in refused("--trace", str(trace))
