@@ -59,8 +59,9 @@ def draw(rows: list[Row], path: Path) -> str:
         )
     held = [f"- {line}" for line in gains.held_lines(rows, row["bound_s"])]
     if held:
-        requests = max(row["requests"] for row in swept)
-        text += f"\nHighest rate of the sweep, {requests} requests each, with latency per token\n\n"
+        sizes = {row["requests"] for row in swept}
+        sent = " to ".join(str(x) for x in sorted({min(sizes), max(sizes)}))
+        text += f"\nHighest rate of the sweep, {sent} requests each, with latency per token\n\n"
     return text + "\n".join([*held, ""])
 
 
