@@ -60,7 +60,7 @@ def test_without_the_guard_the_same_load_reads_stale_copies(model: Path, tmp_pat
 def test_a_sample_of_the_differential_soak() -> None:
     """All of it: ``make soak PART=differential``."""
     row = {"block_size": 64, "chunked": True, "drafts": True, "lora": False, "salts": True}
-    found = compare({**row, "system_kv": False, "workers": 1, "fast_prefill": False}, 5)
+    found = compare({**row, "system_kv": False, "workers": 1, "fast_prefill": False}, 5, 40)
     assert found["failures"] == 0
     assert min(found[name] for name in ("preemptions", "aborts", "resets", "packed_reads")) > 0
     assert found["tokens_compared"] > 1000

@@ -68,11 +68,14 @@ def run_chunk(chunk: int) -> dict[str, Any]:
     return compare(ROWS[chunk], WAVES)
 
 
-def compare(row: Mapping[str, Any], waves: int) -> dict[str, Any]:
-    """What happened to relay and to stock in one row of options."""
+def compare(row: Mapping[str, Any], waves: int, steps: int = STEPS) -> dict[str, Any]:
+    """What happened to relay and to stock in one row of options.
+
+    steps: tokens of each answer.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        relay, stock = _runs(row, waves, folder)
+        relay, stock = _runs(row, waves, steps, folder)
     wrong, compared = differences(relay["answers"], stock["answers"])
     for line in wrong:
         print(f"differential: {line}", file=sys.stderr, flush=True)
@@ -93,7 +96,7 @@ def compare(row: Mapping[str, Any], waves: int) -> dict[str, Any]:
     }
 
 
-def _runs(row: Mapping[str, Any], waves: int, folder: Path) -> list[dict[str, Any]]:
+def _runs(row: Mapping[str, Any], waves: int, steps: int, folder: Path) -> list[dict[str, Any]]:
     model = write_random_model(folder / "model", HEADS, KV_HEADS, HEAD_SIZE)
     engine: dict[str, Any] = {
         "dtype": "float32",
@@ -112,7 +115,7 @@ def _runs(row: Mapping[str, Any], waves: int, folder: Path) -> list[dict[str, An
         "model": str(model),
         "vocabulary": VOCABULARY,
         "waves": waves,
-        "steps": STEPS,
+        "steps": steps,
         "salts": row["salts"],
         "lora": [write_adapter(folder / f"adapter-{i}", model, i) for i in (1, 2)]
         if row["lora"]

@@ -61,6 +61,7 @@ WAYS = (*SIGNALS, "fsize", "read-only", "no-home")
 GONE_S = 30.0
 RESTART = "restart"
 UNDISTURBED_S = 300.0
+WARM_UPS = 1
 PROMPT = "You are a careful assistant. Answer in one short sentence. " * 25
 OPTIONS = ("--max-model-len", "512", "--max-num-seqs", "4", "--enforce-eager")
 OPTIONS += ("--num-gpu-blocks-override", "64", "--block-size", "32")
@@ -441,7 +442,7 @@ def _life(kind: str) -> float:
         slot.temporary.mkdir()
         if kind == "serve":
             shutil.copy(_system_kv(), slot.target)
-        for _ in range(2):
+        for _ in range(WARM_UPS + 1):
             started, port = time.monotonic(), free_port()
             child = Child(slot._command(True, port), slot._environment())
             try:

@@ -6,13 +6,14 @@ import runpy
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[3]
-FLAGS = ["-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+FLAGS = ["-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 # Instruction sets that no wheel has, of the lowest ranks: they run if they are named.
 TEST_SETS = Path(__file__).parent / "csrc/isa"
 INCLUDES = [f"-I{folder}" for folder in (TEST_SETS, ROOT / "vllm_relay/ops/csrc/isa")]
@@ -25,16 +26,20 @@ def setup_file() -> dict[str, Any]:
 
 
 def objects(
-    path: Path, compiler: str, machine: str, flags: list[str], tests_only: bool = False
+    path: Path,
+    compiler: str,
+    machine: str,
+    flags: list[str],
+    only: Collection[str] | None = None,
 ) -> list[str]:
-    """Object files PATH.N.o of the library for all instruction sets of this kind of machine.
+    """Object files PATH.N.o of the library for the instruction sets of this kind of machine.
 
-    They are compiled as `setup.py` does, with more flags. tests_only: `TEST_SETS` alone.
+    They are compiled as `setup.py` does, with more flags. only: names of instruction sets, without
+    the others; None: all of them, and `TEST_SETS`.
     """
     setup = setup_file()
-    sets = setup["instruction_sets"](machine, TEST_SETS)
-    if not tests_only:
-        sets += setup["instruction_sets"](machine)
+    sets = [*setup["instruction_sets"](machine, TEST_SETS), *setup["instruction_sets"](machine)]
+    sets = [isa for isa in sets if only is None or isa.name in only]
     listed = f"-DRELAY_ISAS={setup['table'](sets)}"
     parts = [(source, [listed]) for source in sorted((ROOT / setup["SOURCES"]).glob("*.cpp"))]
     parts += [(ROOT / setup["KERNELS"], [*isa.flags, f"-DRELAY_ISA={isa.name}"]) for isa in sets]
@@ -49,10 +54,10 @@ def objects(
     return found
 
 
-def build(path: Path, flags: list[str] = FLAGS, tests_only: bool = False) -> None:
-    """Compile the library with sanitizers, or other flags."""
+def build(path: Path, flags: list[str] = FLAGS, only: Collection[str] | None = None) -> None:
+    """Compile the library with sanitizers, or other flags, for instruction sets as `objects`."""
     compiler = os.environ.get("CXX", "g++")
-    linked = objects(path, compiler, platform.machine(), flags, tests_only)
+    linked = objects(path, compiler, platform.machine(), flags, only)
     subprocess.run([compiler, *flags, "-shared", "-o", str(path), *linked], check=True)
 
 
