@@ -73,9 +73,14 @@ def fusion(probe: Probe, partials: int, tokens: int) -> Callable[[], Any]:
 
 
 def copy(probe: Probe, blocks: int) -> Callable[[], Any]:
-    """Packing of so many blocks."""
+    """Packing of so many blocks, into memory that the process has used.
+
+    New memory takes longer, by the time in which the system finds it; once, for what is freed is
+    used again.
+    """
     table = np.arange(1, blocks + 1, dtype=np.int32)
-    return lambda: _pack(probe, table)
+    segment = _pack(probe, table)
+    return lambda: segment.pack(probe.layout, table)
 
 
 def _pack(probe: Probe, table: np.ndarray) -> PackedSegment:

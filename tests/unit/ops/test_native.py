@@ -15,6 +15,7 @@ from tests.unit.ops import emulated_tiles, fuzz_native, inputs, sanitized, test_
 from vllm_relay.ops import context_attention, providers, reference, system_attention
 from vllm_relay.ops.attention import native as attention
 from vllm_relay.ops.native import library as native
+from vllm_relay.ops.native.packed import PackedSegment
 from vllm_relay.ops.native.prepared import AttentionShape
 from vllm_relay.ops.step.native import NativeStep, sequences_of
 from vllm_relay.plan import Part
@@ -133,6 +134,20 @@ def test_threads_share_one_long_prefix_and_the_sums_are_reproducible(heads: int)
     for out, lse in results[1:]:
         assert (out.double() - results[0][0].double()).abs().max() < 4e-3
         assert (lse - results[0][1]).abs().max() < 1e-4
+
+
+def test_a_segment_is_packed_anew_in_its_memory() -> None:
+    step = inputs.paged([128], [1], heads=(2, 2), head_size=32, block_size=64, layout="heads")
+    layout = native.layout_of(step.k_cache, step.v_cache, paged=True)
+    table = step.block_table[0, :2].numpy()
+    segment = PackedSegment(layout, 2, 32, step.q.dtype, table)
+    first = [x.clone() for x in segment.tensors()]
+    segment.pack(layout, table[::-1])
+    turned = PackedSegment(layout, 2, 32, step.q.dtype, table[::-1]).tensors()
+    assert all(map(torch.equal, segment.tensors(), turned))
+    assert not any(map(torch.equal, segment.tensors(), first))
+    with pytest.raises(ValueError, match="1 blocks in a segment of 128 tokens"):
+        segment.pack(layout, table[:1])
 
 
 def test_a_block_that_does_not_exist_is_refused_before_it_is_read() -> None:

@@ -33,17 +33,23 @@ class PackedSegment:
     ) -> None:
         if not source.block_tokens or source.block_tokens % native.PIECE:
             raise ValueError(f"blocks of {source.block_tokens} tokens cannot be packed")
-        library, code = native.loaded(), native.DTYPES[dtype]
-        table = np.ascontiguousarray(table, dtype=np.int32)
-        tokens = len(table) * source.block_tokens
-        self.layout, nbytes = library.packed(code, head_size, tokens)
+        self._tokens = len(table) * source.block_tokens
+        self._heads = (kv_heads, head_size, dtype)
+        self.layout, nbytes = native.loaded().packed(native.DTYPES[dtype], head_size, self._tokens)
         self._memory = torch.empty(2, kv_heads, nbytes, dtype=torch.uint8, device="cpu")
         self.layout.k.base, self.layout.v.base = (x.data_ptr() for x in self._memory)
-        self._bytes_per_token = head_size * dtype.itemsize
+        self.pack(source, table)
+
+    def pack(self, source: native.Layout, table: NDArray[np.int32]) -> None:
+        """Pack as many blocks as the segment is made of into its memory; ValueError for others."""
+        if len(table) * source.block_tokens != self._tokens:
+            raise ValueError(f"{len(table)} blocks in a segment of {self._tokens} tokens")
+        kv_heads, head_size, dtype = self._heads
+        library, table = native.loaded(), np.ascontiguousarray(table, dtype=np.int32)
         sequence = np.zeros(native.TABLE + 1, dtype=np.int64)
-        sequence[native.KEYS], sequence[native.TABLE] = tokens, table.ctypes.data
+        sequence[native.KEYS], sequence[native.TABLE] = self._tokens, table.ctypes.data
         call = native.Call(
-            dtype=code,
+            dtype=native.DTYPES[dtype],
             kv_heads=kv_heads,
             head_size=head_size,
             threads=torch.get_num_threads(),
@@ -62,6 +68,7 @@ class PackedSegment:
     def from_token(self, token: int) -> native.Layout:
         """Layout of the segment from this token on, a multiple of `native.PIECE`."""
         layout = native.Layout.from_buffer_copy(self.layout)
-        layout.k.base += token * self._bytes_per_token
-        layout.v.base += token * self._bytes_per_token
+        _, head_size, dtype = self._heads
+        layout.k.base += token * head_size * dtype.itemsize
+        layout.v.base += token * head_size * dtype.itemsize
         return layout
