@@ -91,10 +91,12 @@ def held_lines(rows: Sequence[Row], bound: float) -> list[str]:
 def legend(rows: Sequence[Row]) -> str:
     """Meaning of the columns, and the largest distance of answers."""
     largest = max(row["logprob_rms"] for row in rows)
+    once = {row["round"] for row in rows} == {1}
     return (
         "TTFT and TPOT: medians of requests. s/token: latency per output token, mean of requests. "
         "times vLLM: vLLM's s/token over the system's in the same round. Log-probabilities of "
         f"greedy answers differ from vLLM's by {largest:.3f} nats at most (rms of a system)."
+        f"{' One round: its least and most are one figure.' if once else ''}"
     )
 
 
