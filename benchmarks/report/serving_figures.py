@@ -71,9 +71,10 @@ def distributions(rows: list[Row], path: Path) -> str:
     rates = set.intersection(*({row["rate"] for row in mine} for mine in systems.values()))
     rate = max(rates - {math.inf}, default=math.inf)
     figure, panels = panels_of(2)
-    for axes, name, title in zip(panels, ("ttft", "tpot"), ("first token", "token"), strict=True):
+    titles = {"ttft": "time to the first token", "tpot": "time per token"}
+    for axes, (name, title) in zip(panels, titles.items(), strict=True):
         where = gains.rate_text(rate, " requests/s")
-        axes.set_title(f"{where}: time per {title}", fontsize="medium")
+        axes.set_title(f"{where}: {title}", fontsize="medium")
         axes.set_xlabel("seconds (medians of rounds)")
         axes.set_ylabel("% of the requests")
         for key, mine in systems.items():
@@ -83,7 +84,7 @@ def distributions(rows: list[Row], path: Path) -> str:
                 [statistics.median(x) for x in of], PERCENTILES, marker="o", color=COLOURS[key],
                 label=label(key) if axes is panels[0] else None,
             )  # fmt: skip
-        axes.set_ylim(0, 100)
+        axes.set_ylim(0, 103)
     finish(figure, panels[0], path)
     return ""
 
