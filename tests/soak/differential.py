@@ -69,7 +69,7 @@ def run_chunk(chunk: int) -> dict[str, Any]:
 
 
 def compare(row: Mapping[str, Any], waves: int, steps: int = STEPS) -> dict[str, Any]:
-    """What happened to relay and to stock in one row of options.
+    """The soak's row of one row of options: how relay's answers differ from stock's.
 
     steps: tokens of each answer.
     """

@@ -75,8 +75,7 @@ def fusion(probe: Probe, partials: int, tokens: int) -> Callable[[], Any]:
 def copy(probe: Probe, blocks: int) -> Callable[[], Any]:
     """Packing of so many blocks, into memory that the process has used.
 
-    New memory takes longer, by the time in which the system finds it; once, for what is freed is
-    used again.
+    New memory costs more, but once: what is freed is used again.
     """
     table = np.arange(1, blocks + 1, dtype=np.int32)
     segment = _pack(probe, table)
