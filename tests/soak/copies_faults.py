@@ -27,11 +27,9 @@ class Fault:
 _BEGIN = (PackedCache, "begin_step")
 FAULTS = {
     "written blocks are not looked at": Fault(
-        *_BEGIN, "np.isin(ids[:held], written)", "np.zeros(held, dtype=bool)"
+        *_BEGIN, "not rewritten.isdisjoint(ids.tolist())", "False"
     ),
-    "requests are not looked at": Fault(
-        *_BEGIN, "held = len(ids) if segment.pinned else", "held = len(ids) if True else"
-    ),
+    "requests are not looked at": Fault(*_BEGIN, "not (segment.pinned or whole)", "False"),
     "writes past the step's own tokens are ignored": Fault(
         StepPlanner,
         "plan",
@@ -42,8 +40,8 @@ FAULTS = {
     "one block too many is computed": Fault(
         StepPlanner,
         "plan",
-        "(lens - np.diff(starts)) // self._block_size",
-        "1 + (lens - np.diff(starts)) // self._block_size",
+        "(lens - (starts[1:] - starts[:-1])) // self._block_size",
+        "1 + (lens - (starts[1:] - starts[:-1])) // self._block_size",
         seed=19,
     ),
     "computed blocks are not looked at": Fault(
@@ -57,8 +55,13 @@ FAULTS = {
     "a request that holds the first block vouches for all": Fault(
         *_BEGIN, "same.cumprod(axis=1).any(axis=0).sum()", "len(ids) * same[:, 0].any()", seed=5
     ),
+    "a request that holds a part vouches for all": Fault(
+        *_BEGIN, "same.all(axis=1).any()", "same.any()", seed=5
+    ),
     "a segment is cut at the last block written": Fault(
-        *_BEGIN, "rewritten.argmax()", "len(rewritten) - 1 - rewritten[::-1].argmax()"
+        *_BEGIN,
+        "np.isin(ids, written).argmax()",
+        "len(ids) - 1 - np.isin(ids, written)[::-1].argmax()",
     ),
     "a pin outlives its system KV": Fault(
         *_BEGIN, "segment.pinned and self._pinned.issuperset(ids.tolist())", "segment.pinned"

@@ -104,6 +104,7 @@ class PackedCache:
             computed_blocks: ``[R]``, full blocks of each request computed before this step.
             written: ids of the blocks that the step writes to.
         """
+        rewritten = set(written.tolist())
         for segment in self._segments:
             ids = segment.block_ids
             columns = block_table[:, segment.start : segment.start + len(ids)]
@@ -111,9 +112,12 @@ class PackedCache:
             same = columns == ids[:count]
             same &= segment.start + np.arange(count) < computed_blocks[:, None]
             segment.pinned = segment.pinned and self._pinned.issuperset(ids.tolist())
-            held = len(ids) if segment.pinned else same.cumprod(axis=1).any(axis=0).sum()
-            rewritten = np.isin(ids[:held], written)
-            segment.block_ids = ids[: rewritten.argmax() if rewritten.any() else held]
+            whole = count == len(ids) and same.all(axis=1).any()  # in nearly every step
+            if not (segment.pinned or whole):
+                ids = ids[: same.cumprod(axis=1).any(axis=0).sum()]
+            if not rewritten.isdisjoint(ids.tolist()):
+                ids = ids[: np.isin(ids, written).argmax()]
+            segment.block_ids = ids
         self._segments = [segment for segment in self._segments if len(segment.block_ids)]
 
     def loaded(
@@ -209,6 +213,5 @@ def _gain(group: Group, choice: Choice, costs: Costs) -> float:
 
 
 def written_blocks(slot_mapping: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
-    """Blocks that a slot mapping writes to (``-1`` writes nothing), some of them twice."""
-    blocks = slot_mapping[slot_mapping >= 0] // block_size
-    return blocks[np.diff(blocks, prepend=-1) != 0]  # a request's slots are adjacent
+    """Blocks that a slot mapping writes to (``-1`` writes nothing), once for each slot."""
+    return slot_mapping[slot_mapping >= 0] // block_size

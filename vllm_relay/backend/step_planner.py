@@ -87,14 +87,14 @@ class StepPlanner:
         Returns:
             By shape, without those for which vLLM's own attention is predicted to be faster.
         """
-        table = common.block_table_tensor[: common.num_reqs].numpy()
-        lens = common.seq_lens[: common.num_reqs].numpy()
-        starts = common.query_start_loc[: common.num_reqs + 1].numpy()
+        table = common.block_table_tensor.numpy()[: common.num_reqs]
+        lens = common.seq_lens.numpy()[: common.num_reqs]
+        starts = common.query_start_loc.numpy()[: common.num_reqs + 1]
         new = self._continuity.new_rows(common.num_reqs) if self._continuity else None
         if self.packed:
             # All of it: whatever else is cut off a step, the engine writes these.
             written = written_blocks(common.slot_mapping.numpy(), self._block_size)
-            computed = (lens - np.diff(starts)) // self._block_size
+            computed = (lens - (starts[1:] - starts[:-1])) // self._block_size
             if new is not None and new.any():
                 written = np.union1d(written, self.packed.loaded(table, computed, new))
             self.packed.begin_step(table, computed, written)
@@ -109,7 +109,7 @@ class StepPlanner:
         planner = self._planners[shape]
         if shape.window:
             table = without_null_blocks(table)
-        choice = planner.plan(table, lens, np.diff(starts))
+        choice = planner.plan(table, lens, starts[1:] - starts[:-1])
         layout = self._layouts.pop(shape, None)
         if not choice.ours:
             return None

@@ -88,7 +88,7 @@ def context_of(
         query_start_loc=query_start_loc.copy(),
         seq_lens=context_lens,
         block_table=_shift_left(block_table, shared, needed - shared),
-        max_query_len=int(np.diff(query_start_loc).max(initial=0)),
+        max_query_len=int((query_start_loc[1:] - query_start_loc[:-1]).max(initial=0)),
         max_seq_len=int(seq_lens.max(initial=0)),
         causal=True,
         key_starts=shared * np.int32(forest.block_size),
@@ -172,6 +172,6 @@ def _shift_left(block_table: Int32Array, by: Int32Array, blocks: Int32Array) -> 
     """Columns ``[by, by + blocks)`` of each request, moved to column 0 and zero padded."""
     column = np.arange(int(blocks.max(initial=0)), dtype=np.int32)
     source = np.minimum(by[:, None] + column, block_table.shape[1] - 1)
-    shifted = np.take_along_axis(block_table, source, axis=1)
+    shifted = block_table[np.arange(len(by))[:, None], source]
     shifted[column >= blocks[:, None]] = 0
     return shifted

