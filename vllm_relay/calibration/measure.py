@@ -131,7 +131,7 @@ def measure(probe: Probe, effort: Effort) -> Measurement:
     of_fusions = [[1, partials * tokens * query] for partials, tokens in effort.fusions]
     calls: dict[str, list[Callable[[], Any]]] = {
         "stock": [probe.stock(probe.step(step)) for step in every],
-        "context": [kernels.context(probe, probe.step(step)) for step in every],
+        "context": [probe.relay(probe.step(step), reads(NO_GROUPS))[0] for step in every],
         "system": [kernels.system(probe, *x) for x in inputs],
         "packed": [kernels.system(probe, *x, packed=True) for x in inputs],
         "fusion": [kernels.fusion(probe, *x) for x in effort.fusions],

@@ -85,6 +85,8 @@ class Probe:
         near = 2 * torch.get_num_threads() * cache_bytes()  # twice the caches of all cores
         self._flush = torch.zeros(max(flush_bytes, near, _FLUSH_BYTES) // 4)
         self._layer_weights = self._flush[: _LAYER_BYTES // 4]
+        self._new = torch.zeros(1, shape.kv_heads, shape.head_size, dtype=shape.dtype)
+        self._slot = torch.tensor([blocks * self.block - 1])  # of the last token in the cache
         self._random = random.Random(0)
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -145,6 +147,10 @@ class Probe:
             self.impl, self._layer, query, query, query, self.cache, metadata, out
         )
 
+    def _write(self) -> None:
+        """Write a token's keys and values, as the engine does right before a layer's attention."""
+        self.impl.do_kv_cache_update(self._layer, self._new, self._new, self.cache, self._slot)
+
     def _code(self) -> list[Callable[[], Any]]:
         """vLLM's attention and ours of a small step with a group, at the end of the KV cache."""
         small = self.step(Shape(8, self.block, 1))
@@ -185,6 +191,7 @@ class Probe:
                     for run in code:
                         run()
                     self._layer_weights.sum()
+                    self._write()  # which brings vLLM's own operators into the caches
                 else:
                     call()
                 begun = time.perf_counter()
