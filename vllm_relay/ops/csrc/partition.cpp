@@ -13,12 +13,18 @@ constexpr int64_t PARTS_PER_THREAD = 4;
 // Reading a key and its value from memory takes about as long as a dozen rows that use it, and a
 // tile about as long as 16 keys besides.
 int64_t tile_cost(const Unit& unit, int64_t tile) {
-  const int64_t keys = std::min(unit.keys - unit.first - tile * unit.tile_keys, unit.tile_keys);
+  const int64_t before = unit.first + tile / unit.heads * unit.tile_keys;
+  const int64_t keys = std::min(unit.keys - before, unit.tile_keys);
   return (keys + 16) * (unit.rows + 12);
 }
 
 int64_t unit_cost(const Unit& unit) {
-  return (unit.tiles - 1) * tile_cost(unit, 0) + tile_cost(unit, unit.tiles - 1);
+  return (unit.tiles - unit.heads) * tile_cost(unit, 0) +
+         unit.heads * tile_cost(unit, unit.tiles - 1);
+}
+
+int64_t row_block_cost(const relay_call& call, const Unit& unit) {
+  return call.kv_heads / unit.heads * unit_cost(unit);
 }
 
 }  // namespace
@@ -29,7 +35,7 @@ std::vector<WorkIndex> partition(const relay_call& call) {
   Cursor at(call, WorkIndex{0, 0, 0, 0});
   // The cursor has skipped sequences without queries.
   const WorkIndex start = at.at_end() ? end : at.index;
-  for (; !at.at_end(); at.next_row_block()) total += call.kv_heads * unit_cost(at.unit);
+  for (; !at.at_end(); at.next_row_block()) total += row_block_cost(call, at.unit);
   int64_t parts = 1;
   if (call.threads > 1 && total >= LEAST_PART)
     parts = std::max(call.threads, std::min(PARTS_PER_THREAD * call.threads, total / LEAST_PART));
@@ -38,8 +44,8 @@ std::vector<WorkIndex> partition(const relay_call& call) {
   at = Cursor(call, WorkIndex{0, 0, 0, 0});
   for (int64_t i = 1; i < parts; ++i) {
     const int64_t wanted = total / parts * i + total % parts * i / parts;
-    while (!at.at_end() && before + call.kv_heads * unit_cost(at.unit) <= wanted) {
-      before += call.kv_heads * unit_cost(at.unit);
+    while (!at.at_end() && before + row_block_cost(call, at.unit) <= wanted) {
+      before += row_block_cost(call, at.unit);
       at.next_row_block();
     }
     if (at.at_end()) break;

@@ -1,7 +1,7 @@
 // The work of a call and its order: the same for every instruction set.
 //
-// sequence -> row blocks (query tokens x query heads of one KV head, up to MAX_ROWS) -> KV heads
-// -> tiles of keys. A unit is one KV head of one row block.
+// sequence -> row blocks (query tokens x query heads of one KV head, up to MAX_ROWS) -> units: one
+// KV head of a row block, or all of them -> tiles of keys.
 #pragma once
 #include <vector>
 
@@ -18,12 +18,17 @@ constexpr int64_t MAX_ROWS = 128;
 constexpr int64_t MAX_HEAD_SIZE = 512;
 
 struct Unit {
-  int64_t sequence, kv_head;
-  int64_t row, rows;
+  int64_t sequence;
+  int64_t kv_head, heads;  // KV heads from kv_head on
+  int64_t row, rows;       // of each KV head
   int64_t first;  // key that one of the rows sees, or one before it
   int64_t keys;   // to the last that one of the rows sees
   int64_t tile_keys;
-  int64_t tiles;  // at least one, so that a unit without keys is written, too
+  int64_t tiles;  // of all its heads, which take turns; at least one of each, so that a unit
+                  // without keys is written, too
+
+  // Of all KV heads, one head after the other.
+  int64_t all_rows() const { return heads * rows; }
 };
 
 // A tile of a unit.
@@ -176,7 +181,11 @@ inline Unit unit_at(const relay_call& call, const WorkIndex& index, const RowBlo
   unit.first = seen.first - seen.first % (block % PIECE ? block : PIECE);
   unit.keys = seen.end;
   unit.tile_keys = tile_keys_of(layout, unit.rows);
-  unit.tiles = unit.keys > unit.first ? ceil_div(unit.keys - unit.first, unit.tile_keys) : 1;
+  // Few rows wait for memory, in which the heads of a KV block are adjacent.
+  const bool few = unit.rows <= MOST_FEW_ROWS && call.kv_heads * unit.rows <= MAX_ROWS;
+  unit.heads = few && block ? call.kv_heads : 1;
+  const int64_t tiles = ceil_div(unit.keys - unit.first, unit.tile_keys);
+  unit.tiles = unit.heads * max(tiles, 1);
   return unit;
 }
 
@@ -184,10 +193,11 @@ struct TokenHead {
   int64_t token, head;
 };
 
-// The query token and head of a unit's row.
+// The query token and head of one of a unit's all_rows.
 inline TokenHead row_of(const relay_call& call, const Unit& unit, int64_t row) {
-  const int64_t share = call.heads / call.kv_heads, at = unit.row + row;
-  return {call.sequences[unit.sequence].first + at / share, unit.kv_head * share + at % share};
+  const int64_t share = call.heads / call.kv_heads, at = unit.row + row % unit.rows;
+  const int64_t kv_head = unit.kv_head + row / unit.rows;
+  return {call.sequences[unit.sequence].first + at / share, kv_head * share + at % share};
 }
 
 // Goes through the tiles in order; sequences without queries have none.
@@ -208,7 +218,7 @@ struct Cursor {
   void next() {
     if (++index.tile < unit.tiles) return;
     index.tile = 0;
-    if (++index.kv_head == call->kv_heads) index.kv_head = 0, ++index.row_block;
+    if ((index.kv_head += unit.heads) == call->kv_heads) index.kv_head = 0, ++index.row_block;
     enter_unit();
   }
 

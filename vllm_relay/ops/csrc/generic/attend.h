@@ -61,7 +61,7 @@ bool widens() {
 // Copies a unit's queries to the scratch and empties its sums. T: of the call; In: of products.
 template <class T, class In>
 void begin_unit(const relay_call& call, const Unit& unit, Scratch<In>& scratch) {
-  for (int64_t r = 0; r < unit.rows; ++r) {
+  for (int64_t r = 0; r < unit.all_rows(); ++r) {
     const auto [token, head] = row_of(call, unit, r);
     const T* from = row_at<T>(call.q, place_of(call, token), head);  // [D]
     typename Dot<In>::Weight* to = scratch.q + r * scratch.q_row;
@@ -72,7 +72,7 @@ void begin_unit(const relay_call& call, const Unit& unit, Scratch<In>& scratch) 
     scratch.sums.row_max[r] = NEG_INF;
     scratch.sums.row_sum[r] = 0;
   }
-  __builtin_memset(scratch.sums.out, 0, unit.rows * scratch.out_row * sizeof(float));
+  __builtin_memset(scratch.sums.out, 0, unit.all_rows() * scratch.out_row * sizeof(float));
 }
 
 // Up to MatrixProduct::rows rows of a unit against a tile. Keys that some of the rows do not see
@@ -89,7 +89,7 @@ void attend_rows(const relay_call& call, const Unit& unit, int64_t row, int64_t 
   const float scale = score_factor(call.scores);
   Seen seen[Scratch<T>::ROWS], by_any = {INT64_MAX, 0}, by_all = {0, INT64_MAX};
   const int64_t share = call.heads / call.kv_heads;  // rows of a query
-  const int64_t first_row = unit.row + row;
+  const int64_t first_row = unit.row + row % unit.rows;
   for (int64_t r = 0, query = query_of(call, first_row); r < rows; ++query) {
     const Seen by_query = seen_by(call, sequence, query);
     by_any = {min(by_any.first, by_query.first), max(by_any.end, by_query.end)};
@@ -158,13 +158,14 @@ void attend_rows(const relay_call& call, const Unit& unit, int64_t row, int64_t 
   }
 }
 
-// All rows of a unit against a tile.
+// A unit's rows of one KV head against a tile of it.
 template <class T>
-void attend_tile(const relay_call& call, const Unit& unit, const Tile<T>& tile,
+void attend_tile(const relay_call& call, const Unit& unit, int64_t index, const Tile<T>& tile,
                  Scratch<T>& scratch, Prefetcher& next_keys, Prefetcher& next_values) {
+  const int64_t first = index % unit.heads * unit.rows;
   for (int64_t row = 0, rows; row < unit.rows; row += rows) {
     rows = even_block(unit.rows - row, Scratch<T>::ROWS);
-    attend_rows<T>(call, unit, row, rows, tile, scratch, next_keys, next_values);
+    attend_rows<T>(call, unit, first + row, rows, tile, scratch, next_keys, next_values);
   }
 }
 
@@ -207,18 +208,19 @@ void attend(const relay_call& call, const WorkIndex& from, const WorkIndex& to, 
     if (at.unit.rows >= wide_rows) {
       // With a window, rows leave out the runs before it.
       widen_tile(*now, wide, call.head_size, !call.scores.window, wide_tile);
-      attend_tile(call, at.unit, wide_tile, wide, next_keys, next_values);
+      attend_tile(call, at.unit, at.index.tile, wide_tile, wide, next_keys, next_values);
     } else {
-      attend_tile(call, at.unit, *now, scratch, next_keys, next_values);
+      attend_tile(call, at.unit, at.index.tile, *now, scratch, next_keys, next_values);
     }
     const bool last = at.index.tile == at.unit.tiles - 1;
     if (last && from_start) {
       write_unit<T>(call, at.unit, scratch.sums);
     } else if (last || !more) {
       const Accumulator& keep = from_start ? carried_out : carried_in;
-      __builtin_memcpy(keep.out, scratch.sums.out, at.unit.rows * scratch.out_row * sizeof(float));
-      __builtin_memcpy(keep.row_max, scratch.sums.row_max, at.unit.rows * sizeof(float));
-      __builtin_memcpy(keep.row_sum, scratch.sums.row_sum, at.unit.rows * sizeof(float));
+      const int64_t rows = at.unit.all_rows();
+      __builtin_memcpy(keep.out, scratch.sums.out, rows * scratch.out_row * sizeof(float));
+      __builtin_memcpy(keep.row_max, scratch.sums.row_max, rows * sizeof(float));
+      __builtin_memcpy(keep.row_sum, scratch.sums.row_sum, rows * sizeof(float));
     }
     if (more && last) {
       begin(after.unit);

@@ -130,7 +130,7 @@ template <class Out>
 void write_rows(const relay_call& call, const Unit& unit, const Accumulator& sums) {
   const relay_partial& partial = call.partials[call.sequences[unit.sequence].partial];
   const int64_t out_row = rounded(call.head_size, PIECE);
-  for (int64_t r = 0; r < unit.rows; ++r) {
+  for (int64_t r = 0; r < unit.all_rows(); ++r) {
     const auto [token, head] = row_of(call, unit, r);
     float row_max = sums.row_max[r], row_sum = sums.row_sum[r], factor = 1.0f;
     const bool has_sink = call.scores.sinks && !call.fused.base;
@@ -167,7 +167,7 @@ void merge_parts(const relay_call& call, const Unit& unit, const Accumulator* pa
                  int64_t count) {
   const int64_t out_row = rounded(call.head_size, PIECE);
   const Accumulator& total = parts[0];
-  for (int64_t r = 0; r < unit.rows; ++r) {
+  for (int64_t r = 0; r < unit.all_rows(); ++r) {
     float max = NEG_INF;
     for (int64_t i = 0; i < count; ++i)
       if (parts[i].row_max[r] > max) max = parts[i].row_max[r];

@@ -107,7 +107,8 @@ void locate_tile(const relay_call& call, const Unit& unit, int64_t index, Tile<T
   tile.operands[KEYS] = layout.k;
   tile.operands[VALUES] = layout.v;
   tile.count = 0;
-  const int64_t begin = unit.first + index * unit.tile_keys;
+  const int64_t begin = unit.first + index / unit.heads * unit.tile_keys;
+  const int64_t kv_head = unit.kv_head + index % unit.heads;
   const int64_t end = min(begin + unit.tile_keys, unit.keys);
   for (int64_t t = begin, slot = 0; t < end;) {
     int64_t block = 0, in = t, there = sequence.keys - t;
@@ -123,7 +124,7 @@ void locate_tile(const relay_call& call, const Unit& unit, int64_t index, Tile<T
     run.slot = slot;
     for (int i = 0; i < 2; ++i) {
       const relay_operand& x = tile.operands[i];
-      run.at[i] = (const T*)x.base + block * x.block + unit.kv_head * x.head +
+      run.at[i] = (const T*)x.base + block * x.block + kv_head * x.head +
                   token_offset(x, i == KEYS, in, W, Dot<T>::steps);
     }
     slot += rounded(run.tokens, PIECE);
