@@ -40,8 +40,8 @@ FAULTS = {
     "one block too many is computed": Fault(
         StepPlanner,
         "plan",
-        "(lens - (starts[1:] - starts[:-1])) // self._block_size",
-        "1 + (lens - (starts[1:] - starts[:-1])) // self._block_size",
+        "(lens - queries) // self._block_size",
+        "1 + (lens - queries) // self._block_size",
         seed=19,
     ),
     "computed blocks are not looked at": Fault(

@@ -90,26 +90,34 @@ class StepPlanner:
         table = common.block_table_tensor.numpy()[: common.num_reqs]
         lens = common.seq_lens.numpy()[: common.num_reqs]
         starts = common.query_start_loc.numpy()[: common.num_reqs + 1]
+        queries = starts[1:] - starts[:-1]  # np.diff takes several times as long
         new = self._continuity.new_rows(common.num_reqs) if self._continuity else None
         if self.packed:
             # All of it: whatever else is cut off a step, the engine writes these.
             written = written_blocks(common.slot_mapping.numpy(), self._block_size)
-            computed = (lens - (starts[1:] - starts[:-1])) // self._block_size
+            computed = (lens - queries) // self._block_size
             if new is not None and new.any():
                 written = np.union1d(written, self.packed.loaded(table, computed, new))
             self.packed.begin_step(table, computed, written)
         if common.causal is not True:
             return {}
-        found = {shape: self._plan_shape(shape, table, lens, starts) for shape in self._planners}
+        found = {
+            shape: self._plan_shape(shape, table, lens, starts, queries) for shape in self._planners
+        }
         return {shape: planned for shape, planned in found.items() if planned is not None}
 
     def _plan_shape(
-        self, shape: AttentionShape, table: Int32Array, lens: Int32Array, starts: Int32Array
+        self,
+        shape: AttentionShape,
+        table: Int32Array,
+        lens: Int32Array,
+        starts: Int32Array,
+        queries: Int32Array,
     ) -> Planned | None:
         planner = self._planners[shape]
         if shape.window:
             table = without_null_blocks(table)
-        choice = planner.plan(table, lens, starts[1:] - starts[:-1])
+        choice = planner.plan(table, lens, queries)
         layout = self._layouts.pop(shape, None)
         if not choice.ours:
             return None

@@ -27,7 +27,7 @@ struct Unit {
   int64_t tiles;  // of all its heads, which take turns; at least one of each, so that a unit
                   // without keys is written, too
 
-  // Of all KV heads, one head after the other.
+  // Rows of all its KV heads, one head after the other.
   int64_t all_rows() const { return heads * rows; }
 };
 
