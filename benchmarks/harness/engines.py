@@ -241,24 +241,17 @@ def engines(
             report(f"computing the KV of {len(pinned)} prefixes")
             built = build_files(model, pinned, Path(folder), limits.max_model_len)
             files = list(map(str, built))
-        # Imported once, not by several threads; and before CUDA is queried, which it configures.
         import torch
-        import vllm.entrypoints.llm  # noqa: F401
-        from vllm.plugins import load_general_plugins
-
-        load_general_plugins()  # a second thread would not wait until the first has loaded them
+        import vllm.entrypoints.llm  # noqa: F401  # configures CUDA, which is queried next
 
         # The CPU engines' KV caches have the size of the environment.
         share = memory_share(len(keys)) if torch.cuda.is_available() else None
         stack.callback(close, started)
 
-        def start(key: str) -> None:
+        # One at a time: each measures what it finds free, a GPU's memory or attention's speed.
+        for key in keys:
             report(f"starting: {SYSTEMS[key].label}")
             loaded = {"system_kv": files} if SYSTEMS[key].system_kv else {}
             own = {**(settings or {}), **loaded}
             started[key] = Engine(model, SYSTEMS[key], limits, own, share)
-
-        # A start is mostly imports; on a GPU each engine measures the memory that it finds free.
-        with ThreadPoolExecutor(len(keys) if share is None else 1) as pool:
-            list(pool.map(start, keys))
-        yield {key: started[key] for key in keys}
+        yield started

@@ -35,7 +35,7 @@ from benchmarks.harness.terminal import add_eager, add_save, at_least, make_cons
 from benchmarks.report.llama_cpp_figures import HEADINGS, grid_lines
 from vllm_relay.lifetime import ended_in_order
 from vllm_relay.serving.agreement import WrongAnswers, check
-from vllm_relay.serving.comparison import READY, interleaved, render
+from vllm_relay.serving.comparison import interleaved, render
 from vllm_relay.serving.processes import Report, Server, kept_logs, serving
 from vllm_relay.serving.systems import REFERENCE, SYSTEMS
 
@@ -187,13 +187,12 @@ def serve_grid(
         for key in VLLM:
             log = folder / f"{key}-{threads}.log"
             own = [*flags, *SYSTEMS[key].flags()]
-            started = serving(args.model, own, log, env=env, ready=False)
-            servers[key] = stack.enter_context(started)
+            report(f"starting: {key}")
+            servers[key] = stack.enter_context(serving(args.model, own, log, env=env))
         log = folder / f"{LLAMA}-{threads}.log"
         servers[LLAMA] = LlamaServer(args.model, most, longest, cores, SETTINGS[settings], log)
         stack.callback(servers[LLAMA].stop)
-        for key, server in servers.items():
-            server.wait_ready(lambda _, key=key: report(f"starting: {key}"), READY)  # type: ignore[misc]
+        servers[LLAMA].wait_ready(lambda _: report(f"starting: {LLAMA}"))
         prompts = ask(max(args.shared), most, -1)
         check({key: servers[key] for key in VLLM}, prompts, report)
         for shared in args.shared:

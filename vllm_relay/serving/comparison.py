@@ -19,8 +19,6 @@ from vllm_relay.serving.commands import bench_serve
 from vllm_relay.serving.processes import Report, Server, flag_name, serving
 from vllm_relay.serving.systems import REFERENCE, SYSTEMS, memory_share
 
-# Seconds until a server must be ready: models can be large, and kernels compile.
-READY = 1800.0
 EVERYTHING_AT_ONCE = math.inf
 # Percentiles of the latencies of a round's requests.
 PERCENTILES = (10, 25, 50, 75, 90, 99)
@@ -145,8 +143,6 @@ def compare(
         A row per load, round and system; ``server_steps_relayed`` is of a server's whole life.
         No row but WrongAnswers if greedy answers are too far from the baseline's.
     """
-    import torch
-
     rows: list[dict[str, Any]] = []
     servers: dict[str, Server] = {}
     if "gpu-memory-utilization" not in map(flag_name, flags):
@@ -159,12 +155,10 @@ def compare(
         for key in keys:
             system_flags = [*flags, *SYSTEMS[key].flags(files)]
             log = folder / f"{key}.log"
-            server = serving(model, system_flags, log, env=env, ready=False)
+            starting = report_of(SYSTEMS[key].label)
+            # One at a time: each measures what it finds free, a GPU's memory or attention's speed.
+            server = serving(model, system_flags, log, env=env, report=starting)
             servers[key] = stack.enter_context(server)
-            if torch.cuda.is_available():  # each measures the GPU memory that it finds free
-                servers[key].wait_ready(report_of(SYSTEMS[key].label), READY)
-        for key, started in servers.items():
-            started.wait_ready(report_of(SYSTEMS[key].label), READY)
         distances = check(servers, checked, report)
         highest = dict.fromkeys(keys, math.inf)
         after_round(0, rows)

@@ -22,6 +22,8 @@ from vllm_relay.lifetime import unwind
 Report = Callable[[str], None]
 # No usage statistics of measurements; no colours in logs that programs read.
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_COLOR": "0"}
+# Seconds until a server must be ready: models can be large, and kernels compile.
+READY = 1800.0
 # Seconds to end after SIGINT and after SIGTERM. vLLM drains its engine for up to 10 s.
 GRACE = (20.0, 10.0)
 _given: set[int] = set()  # ports of servers that may not listen yet
@@ -178,7 +180,7 @@ class Server(Process):
         where = ["--host", "127.0.0.1", "--port", port]
         super().__init__(beside_python("vllm", "serve", str(model), *where, *flags), log, env)
 
-    def wait_ready(self, report: Report, seconds: float = 300) -> None:
+    def wait_ready(self, report: Report, seconds: float = READY) -> None:
         """Returns once /health answers; ProcessDied or TimeoutError if it does not."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -200,14 +202,12 @@ def serving(
     log: Path,
     *,
     env: dict[str, str] | None = None,
-    ready: bool = True,
     report: Report = lambda doing: None,
 ) -> Iterator[Server]:
-    """Server for the body, ready unless ``ready`` is False; stopped however the body ends."""
+    """Server for the body, ready; stopped however the body ends."""
     server = Server(model, flags, log, env)
     try:
-        if ready:
-            server.wait_ready(report)
+        server.wait_ready(report)
         yield server
     except Exception as error:
         if server.poll() is not None and not isinstance(error, ProcessDied):
