@@ -2,6 +2,8 @@
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,9 +25,10 @@ from vllm_relay.sharing.cost_store import (
     cpu_name,
     find_costs,
     load,
-    save,
+    save_locked,
     user_file,
 )
+from vllm_relay.sharing.whole_files import locked
 
 # Measured in this process; another KV cache group may have the same heads.
 _measurements: list[Constants] = []
@@ -52,10 +55,12 @@ def load_or_measure(
         "threads": torch.get_num_threads(),
     }
     try:
-        found = _load(key)
-        margin = MARGIN
+        found, margin = _load(key), MARGIN
         if found is None:
-            found, margin = _measure(builder, layer, shape)
+            with _one_at_a_time():
+                found = _load(key)  # another worker may have measured meanwhile
+                if found is None:
+                    found, margin = _measure(builder, layer, shape)
     except Exception as error:
         metrics.say_once(f"attention could not be measured: {type(error).__name__}: {error}")
         guess = find_costs(**key, files=[SHIPPED])
@@ -76,6 +81,22 @@ def _load(key: dict[str, Any]) -> Constants | None:
     return next((x for x in alike if x.measured.endswith(versions())), None)
 
 
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Makes workers that start together wait for the one that measures.
+
+    Side by side, on the same cores or the same memory, they would all measure badly.
+    """
+    with ExitStack() as stack:
+        try:
+            folder = user_file().parent
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(folder))
+        except (OSError, ValueError):
+            pass  # nothing is kept there, so there is nothing to wait for
+        yield
+
+
 def _measure(
     builder: CPUAttentionMetadataBuilder, layer: Any, shape: AttentionShape
 ) -> tuple[Constants, float]:
@@ -93,7 +114,7 @@ def _measure(
     _measurements.append(found.constants)
     try:
         path = user_file()
-        save([found.constants], path)
+        save_locked([found.constants], path)
         metrics.say_once(f"{took}, kept in {path}", logging.INFO)
     except (OSError, ValueError) as error:
         metrics.say_once(f"{took}, not kept: {error}", logging.INFO)

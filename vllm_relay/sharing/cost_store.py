@@ -220,11 +220,16 @@ def save(new: Iterable[Constants], path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.parent):
-        newest = {entry.shape(): entry for entry in new}
-        older = [entry for entry in load(path) if entry.shape() not in newest]
-        text = json.dumps([asdict(entry) for entry in (*newest.values(), *older)], indent=1)
-        with replacing(path) as draft:
-            draft.write_text(text + "\n", encoding="utf-8")
+        save_locked(new, path)
+
+
+def save_locked(new: Iterable[Constants], path: Path) -> None:
+    """`save` for a process that has the lock of the file's folder."""
+    newest = {entry.shape(): entry for entry in new}
+    older = [entry for entry in load(path) if entry.shape() not in newest]
+    text = json.dumps([asdict(entry) for entry in (*newest.values(), *older)], indent=1)
+    with replacing(path) as draft:
+        draft.write_text(text + "\n", encoding="utf-8")
 
 
 def check_writable(path: Path) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Seconds to wait for another process that writes.
-_LOCK_SECONDS = 10.0
+# Seconds to wait for another process that writes, or measures what it writes.
+_LOCK_SECONDS = 30.0
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import logging
 from dataclasses import asdict, replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -40,6 +41,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(start_up, "measure", fake)
     return shapes
+
+
+class Forgetful(list[Constants]):
+    def append(self, measurement: Constants) -> None:
+        pass
 
 
 def start(dtype: torch.dtype = torch.bfloat16, **scores: Any) -> Bench:
@@ -91,6 +97,36 @@ def test_any_block_size_is_measured(
     costs = costs_of(start())
     assert devices.exists()
     assert segment_seconds(costs, 32, 4096) > 3 * segment_seconds(costs, 2, 512)
+
+
+def test_of_workers_that_start_together_one_measures(
+    devices: Path, measured: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, found = start(), []
+    assert bench.impl.shape is not None
+    devices.unlink()
+    measured.clear()
+    # What a process has measured, another finds in the file only.
+    monkeypatch.setattr(start_up, "_measurements", Forgetful())
+    at_once = start_up.measure
+
+    def load_or_measure() -> None:
+        assert bench.impl.shape is not None
+        found.append(start_up.load_or_measure(bench.builder, bench.layer, bench.impl.shape))
+
+    other = Thread(target=load_or_measure)
+
+    def measure_while_another_starts(probe: Any, effort: Any) -> Measurement:
+        monkeypatch.setattr(start_up, "measure", at_once)
+        other.start()
+        other.join(1)  # it measures now, unless it waits for this one
+        return at_once(probe, effort)
+
+    monkeypatch.setattr(start_up, "measure", measure_while_another_starts)
+    load_or_measure()
+    other.join()
+    assert len(measured) == 1
+    assert found[0] == found[1] == load(devices)[0].costs(8, 2, 64, "bfloat16").with_margin(MARGIN)
 
 
 def test_windows_and_caps_have_the_costs_of_their_heads(devices: Path, measured: list[Any]) -> None:
