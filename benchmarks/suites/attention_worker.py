@@ -10,6 +10,7 @@ import torch
 from benchmarks.harness.kv_rows import copy_rows
 from benchmarks.harness.roofline import gemm_rate, read_rate
 from vllm_relay.calibration import kernels
+from vllm_relay.calibration.measure import NO_GROUPS
 from vllm_relay.calibration.probe import Probe, cache_bytes
 from vllm_relay.calibration.steps import Shape
 from vllm_relay.calibration.worker import probed_layers
@@ -62,7 +63,7 @@ class AttentionWorker:
             given = np.array(lens, dtype=np.int32)
             common = common.replace(seq_lens=torch.from_numpy(given))
             tables, query = common.block_table_tensor.numpy(), probe.query(rows * queries)
-            ways = {"vLLM": probe.stock(common), "ours": kernels.context(probe, common)}
+            ways = {"vLLM": probe.stock(common), "ours": probe.relay(common, reads(NO_GROUPS))[0]}
             return _measured(ways, probe, _exact(probe, query, tables, given, queries), rounds)
 
     def measure_speed_up(self, rows: int, prefix: int, own: int, rounds: int) -> dict[str, Any]:
@@ -77,7 +78,7 @@ class AttentionWorker:
             relay, stats = probe.relay(common, reads())
             if stats is None or not stats.groups:
                 raise ValueError(f"{prefix} tokens are no KV block of {probe.block}")
-            alone = kernels.context(probe, common)
+            alone, _ = probe.relay(common, reads(NO_GROUPS))
             ways = {"vLLM": probe.stock(common), "relay": relay, "alone": alone}
             tables, lens = common.block_table_tensor.numpy(), common.seq_lens.numpy()
             exact = _exact(probe, probe.query(rows), tables, lens, 1)

@@ -5,32 +5,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_relay.calibration.probe import Probe
 from vllm_relay.ops.fusion.native import fuse
 from vllm_relay.ops.native.packed import PackedSegment
 from vllm_relay.ops.native.prepared import PreparedAttention
-from vllm_relay.ops.step.native import NativeStep, sequences_of
+from vllm_relay.ops.step.native import sequences_of
 from vllm_relay.plan import Part
-from vllm_relay.sharing import Forest, make_plan
-
-
-def context(probe: Probe, common: CommonAttentionMetadata) -> Callable[[], torch.Tensor]:
-    """Context attention of every request to all of its own blocks: a plan without groups."""
-    table, lens = common.block_table_tensor.numpy(), common.seq_lens.numpy()
-    forest = Forest((), len(lens), probe.block)
-    plan = make_plan(forest, table, lens, common.query_start_loc.numpy())
-    step = NativeStep(plan, [], probe.shape)
-    query = probe.query(common.num_actual_tokens)
-    out = torch.empty_like(query)
-    of_layer = {"slopes": probe.impl.alibi_slopes, "sinks": probe.impl.sinks}
-
-    def call() -> torch.Tensor:
-        step.run(query, probe.layout, [], out, **of_layer)
-        return out
-
-    return call
 
 
 def system(

@@ -71,8 +71,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> KnownMachine:
     in_place = packed.scaled(token=1.2, pair=1.2, first=1.1)
     probe.known = replace(known, system=in_place, packed=packed, evicts=True)
     probe.disturbed = lambda seconds: seconds
-    for name in ("context", "system"):
-        monkeypatch.setattr(measurement.kernels, name, getattr(KnownMachine, name))
+    monkeypatch.setattr(measurement.kernels, "system", KnownMachine.system)
     fusion = probe.known.fusion
     monkeypatch.setattr(
         measurement.kernels, "fusion", lambda _, n, tokens: LAUNCH + n * tokens * fusion
@@ -90,7 +89,7 @@ def terms(costs: Costs) -> dict[str, float]:
     return {**found, "step": costs.step, "fusion": costs.fusion, "copy": costs.copy}
 
 
-def test_both_attentions_of_a_small_group_run_before_each_timed_call(
+def test_both_attentions_and_a_write_come_before_each_timed_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = make_bench(HEADS, KV_HEADS, SIZE, torch.bfloat16, "vec", 4)
@@ -107,16 +106,21 @@ def test_both_attentions_of_a_small_group_run_before_each_timed_call(
         call = of_stock(self, common)
         return lambda: (ran.append("stock"), call())
 
-    of_relay, of_stock = Probe.relay, Probe.stock
+    def write(*given: Any) -> None:
+        ran.append("write")
+        of_write(*given)
+
+    of_relay, of_stock, of_write = Probe.relay, Probe.stock, probe.impl.do_kv_cache_update
+    monkeypatch.setattr(probe.impl, "do_kv_cache_update", write)
     monkeypatch.setattr(Probe, "relay", relay)
     monkeypatch.setattr(Probe, "stock", stock)
     before = dict(probe._buffers)
     with torch.inference_mode():
         probe.rounds([lambda: ran.append("timed")], repeats=20)
     assert probe._buffers == before
-    rounds = {tuple(ran[1 + i : 4 + i]) for i in range(0, 60, 3)}
-    both = ("stock", "relay, groups 1")
-    assert ran[0] == "timed" and rounds == {(*both, "timed"), (*both[::-1], "timed")}
+    rounds = {tuple(ran[1 + i : 5 + i]) for i in range(0, 80, 4)}
+    both, then = ("stock", "relay, groups 1"), ("write", "timed")
+    assert ran[0] == "timed" and rounds == {(*both, *then), (*both[::-1], *then)}
 
 
 def test_known_costs_are_recovered(machine: KnownMachine) -> None:
