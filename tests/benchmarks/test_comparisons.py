@@ -323,7 +323,7 @@ def test_engines_that_are_up_are_closed_when_another_does_not_start(
 
     monkeypatch.setattr(engines, "Engine", Started)
     before = dict(os.environ)
-    keys = ("stock", "relay", "no-attention")
+    keys = ("stock", "no-attention", "relay")
     with (
         pytest.raises(ValueError, match="no relay"),
         engines.engines(SMOLLM2, keys, Limits(8, 1, kv_blocks=8, eager=True)),

@@ -240,7 +240,7 @@ def test_who_cannot_keep_up_is_not_asked_for_more(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def start(model: Path, flags: list[str], log: Path, **_: Any) -> Any:
-        server = SimpleNamespace(key=log.stem, wait_ready=lambda *_: None, text=lambda: "")
+        server = SimpleNamespace(key=log.stem, text=lambda: "")
         return nullcontext(server)
 
     def measure(server: Any, client: Any, load: Load, seed: int, report: Any) -> dict[str, float]:
