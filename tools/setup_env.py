@@ -108,13 +108,15 @@ def pip_install(venv: Path, *arguments: str) -> None:
             if words[:1] == ["Downloading"] and not words[1].endswith(".metadata"):
                 wheel = words[1].rsplit("/", 1)[-1].split("-")
                 doing = " ".join(["downloading", *wheel[:2], *words[2:]])
+            elif words[:1] == ["Building"]:
+                doing = "compiling the kernels"
             elif line.startswith("Installing collected packages"):
                 installed = len(distributions(venv))
                 doing = "unpacking"
         # A silent pip is unpacking or in a long download: show that it is alive.
         if line is None or time.monotonic() - last > 10.0:
             done = f", {len(distributions(venv)) - installed} done" if doing == "unpacking" else ""
-            say(f"      {seen} packages: {doing}{done}")
+            say(f"      {f'{seen} packages: ' if seen else ''}{doing}{done}")
             last = time.monotonic()
     if process.wait() != 0:
         print("\n".join(log[-30:]), file=sys.stderr)
