@@ -37,6 +37,13 @@ def ended_in_order() -> Iterator[None]:
             raise KeyboardInterrupt
         sys.exit(143)
 
+    def start_child() -> None:
+        """Signals end a forked process as they ended this one before the body."""
+        for number, handler in before.items():
+            if signal.getsignal(number) is end:
+                signal.signal(number, handler)
+        follow()
+
     # Not SIGINT of a job in the background, which is ignored there.
     numbers = [signal.SIGTERM, signal.SIGALRM]
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -45,7 +52,7 @@ def ended_in_order() -> Iterator[None]:
     first = COMMAND not in os.environ
     if first:
         os.environ[COMMAND] = _name(os.getpid()) or ""
-        os.register_at_fork(after_in_child=follow)
+    os.register_at_fork(after_in_child=start_child)
     try:
         yield
     finally:

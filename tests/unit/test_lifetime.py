@@ -101,6 +101,32 @@ with ended_in_order():
         assert command.stdout.read() == ""
 
 
+def test_a_forked_process_ends_on_the_first_signal() -> None:
+    """Whatever it does with exceptions, as processes that compile in the engine."""
+    forked = """
+import os, signal, time
+from vllm_relay.lifetime import ended_in_order
+with ended_in_order():
+    if not (child := os.fork()):
+        print("ready", flush=True)
+        while True:
+            try:
+                time.sleep(600)
+            except SystemExit:
+                pass
+    time.sleep(1)
+    os.kill(child, signal.SIGTERM)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+    command = start(forked)
+    assert command.stdout is not None
+    try:
+        with time_limit(60):
+            assert command.stdout.read() == f"{signal.SIGTERM.value}\n"
+    finally:
+        command.kill()
+
+
 @pytest.mark.parametrize("here", [True, False])
 def test_a_variable_that_outlived_its_command_ends_nothing(here: bool) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
