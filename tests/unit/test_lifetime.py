@@ -102,7 +102,7 @@ with ended_in_order():
 
 
 def test_a_forked_process_ends_on_the_first_signal() -> None:
-    """Whatever it does with exceptions, as processes that compile in the engine."""
+    """Whatever it does with exceptions."""
     forked = """
 import os, signal, time
 from vllm_relay.lifetime import ended_in_order

@@ -83,7 +83,7 @@ def _load(key: dict[str, Any]) -> Constants | None:
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Makes workers that start together wait for the one that measures.
+    """The lock under which a worker measures; others that start with it wait.
 
     Side by side, on the same cores or the same memory, they would all measure badly.
     """

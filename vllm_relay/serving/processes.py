@@ -180,9 +180,9 @@ class Server(Process):
         where = ["--host", "127.0.0.1", "--port", port]
         super().__init__(beside_python("vllm", "serve", str(model), *where, *flags), log, env)
 
-    def wait_ready(self, report: Report, seconds: float = READY) -> None:
+    def wait_ready(self, report: Report) -> None:
         """Returns once /health answers; ProcessDied or TimeoutError if it does not."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + READY
         while time.monotonic() < deadline:
             if self.poll() is not None:
                 raise self.died()
@@ -192,7 +192,7 @@ class Server(Process):
             except (urllib.error.URLError, TimeoutError, ConnectionError):
                 report(last_message(self.text()))
                 time.sleep(0.3)
-        raise TimeoutError(f"{self.log.stem} was not ready after {seconds:.0f} s, see {self.log}")
+        raise TimeoutError(f"{self.log.stem} was not ready after {READY:.0f} s, see {self.log}")
 
 
 @contextmanager

@@ -106,7 +106,7 @@ def test_of_workers_that_start_together_one_measures(
     assert bench.impl.shape is not None
     devices.unlink()
     measured.clear()
-    # What a process has measured, another finds in the file only.
+    # The measurements of a process, which another one finds in the file only.
     monkeypatch.setattr(start_up, "_measurements", Forgetful())
     at_once = start_up.measure
 
