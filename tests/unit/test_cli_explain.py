@@ -161,13 +161,28 @@ def test_groups_have_to_pay_by_more_than_the_margin(monkeypatch: pytest.MonkeyPa
 def test_heads_come_from_a_model() -> None:
     Path("model").mkdir()
     config = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
-    for content in (config, {"text_config": {**config, "torch_dtype": "float32"}}):
+    for content in (config, {"text_config": config}):
         Path("model/config.json").write_text(json.dumps(content))
         costs = data("trace.jsonl", "--model", "model")["costs"]
         assert [costs[name] for name in ("heads", "kv_heads", "head_size")] == [9, 3, 64]
-    assert costs["dtype"] == "float32"
     given = ("--heads", "9", "--kv-heads", "3", "--head-size", "64")
     assert data("trace.jsonl", *given)["costs"]["head_size"] == 64
+
+
+@pytest.mark.parametrize(
+    ("of_model", "options", "used"),
+    [
+        ("float16", (), "float16"),
+        ("float32", (), "bfloat16"),  # as vLLM's --dtype auto
+        ("bfloat16", ("--dtype", "float32"), "float32"),
+    ],
+)
+def test_the_dtype_is_that_of_vllm(of_model: str, options: tuple[str, ...], used: str) -> None:
+    Path("model").mkdir()
+    config = {"num_attention_heads": 9, "hidden_size": 576, "torch_dtype": of_model}
+    for content in (config, {"text_config": config}):
+        Path("model/config.json").write_text(json.dumps(content))
+        assert data("trace.jsonl", "--model", "model", *options)["costs"]["dtype"] == used
 
 
 # For people

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from vllm_relay.explain.trace import Tokenize
 
 ALL_LEVELS = 2**31
-DTYPES = ("bfloat16", "float16", "float32")
 # One attention layer, as `find_costs` takes it.
 DEFAULT_SHAPE: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
 
@@ -28,6 +27,15 @@ class Objective(StrEnum):
 
     TIME = "time"
     READS = "reads"
+
+
+class Dtype(StrEnum):
+    """vLLM's ``--dtype``."""
+
+    AUTO = "auto"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
 
 
 def explain(
@@ -56,6 +64,9 @@ def explain(
     heads: Annotated[int | None, typer.Option(min=1, help="Query heads. Default: 32.")] = None,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads. Default: 8.")] = None,
     head_size: Annotated[int | None, typer.Option(min=1, help="Head size. Default: 128.")] = None,
+    dtype: Annotated[
+        Dtype, typer.Option(help="Of the KV. auto: the model's, bfloat16 for float32, as in vLLM.")
+    ] = Dtype.AUTO,
     tokenizer: Annotated[Path | None, typer.Option(help="Folder, for lines of text.")] = None,
     device: Annotated[
         str | None, typer.Option(help="Device of the costs. Default: this machine.")
@@ -87,6 +98,7 @@ def explain(
     with one_line_errors(), ExitStack() as files:
         levels = _levels(max_levels)
         shape = _shape(model, heads=heads, kv_heads=kv_heads, head_size=head_size)
+        shape |= {} if dtype is Dtype.AUTO else {"dtype": dtype.value}
         from vllm_relay.cli.report import TOTALS, as_data, as_page, gain, show
         from vllm_relay.explain.replay import replay
         from vllm_relay.explain.trace import read_trace
@@ -183,7 +195,7 @@ def _shape_of(path: Path) -> dict[str, Any]:
     if min(heads, kv_heads, head_size) < 1:
         raise ValueError(f"{path}: heads and head size must be >= 1")
     dtype = config.get("dtype") or config.get("torch_dtype")
-    dtype = dtype if dtype in DTYPES else "bfloat16"
+    dtype = "float16" if dtype == "float16" else "bfloat16"  # others, float32 too, run in bf16
     return {"heads": heads, "kv_heads": kv_heads, "head_size": head_size, "dtype": dtype}
 
 
