@@ -104,11 +104,11 @@ def test_speculated_tokens_are_relayed_and_answers_stay_the_same(tmp_path: Path)
     assert set(queries) >= {1, 4}
 
 
-def test_a_forked_engine_and_an_attention_config(tmp_path: Path) -> None:
+def test_an_attention_config_and_an_engine_in_its_own_process(tmp_path: Path) -> None:
     model = write_random_model(tmp_path / "model", 4, 2, 64)
     scrub = {"relay": {"min_saved_tokens": 0, "scrub": True}}
     spec = _engine(model, attention_config={"backend": "relay"}, additional_config=scrub)
-    result = run_engine(tmp_path, spec, VLLM_WORKER_MULTIPROC_METHOD="fork", **APART)
+    result = run_engine(tmp_path, spec, **APART)
     assert result["counters"]["steps_relayed"] >= 8 and result["counters"]["fallbacks"] == 0
     assert result["counters"]["tokens_shared"] == 512 * result["counters"]["steps_relayed"]
 
