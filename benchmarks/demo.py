@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness.chat import ask, first_ttft, licence_prompt, questions
-from benchmarks.harness.environment import MODEL_NAME, RESULTS, ROOT, model_path
+from benchmarks.harness.environment import MODEL_NAME, RESULTS, ROOT, model_dtype, model_path
 from benchmarks.harness.result_csv import source, write_csv
 from benchmarks.harness.terminal import step
 from benchmarks.report.demo_tables import Run, csv_rows, show_agreement, show_answers, show_numbers
@@ -37,9 +37,6 @@ from vllm_relay.serving.processes import serving
 
 # `vllm bench serve` says nothing new about the third server: it may take this many seconds there.
 BENCH_LIMIT = 60.0
-# Every server and the build of the system KV. Compiling takes a minute or more per server on
-# two cores and leaves attention as it is.
-ENGINE_FLAGS = ["--enforce-eager", "--max-model-len", "8192"]
 SYSTEM_KV_FLAG = "--additional-config.relay.system_kv"
 
 
@@ -98,7 +95,7 @@ def run_all(args: argparse.Namespace, folder: Path, console: Console) -> list[Ru
     console.print(f"\n[bold]{label}[/]  {shown_command(backend, name)}")
     with step(console, "build system KV") as report:
         env = engine_env(args)
-        options = ["--system-prompt", str(prompt), *ENGINE_FLAGS]
+        options = ["--system-prompt", str(prompt), *engine_flags()]
         file = build_system_kv(
             model_path(), prompt.with_suffix(".relay"), options, env=env, report=report
         )
@@ -122,6 +119,14 @@ def shown_command(backend: str, system_kv: str | None = None) -> str:
     """The part of a server's command line that matters."""
     command = f"vllm serve --attention-backend {backend}"
     return f"{command} {SYSTEM_KV_FLAG} {system_kv}" if system_kv else command
+
+
+def engine_flags() -> list[str]:
+    """Options of every engine, that of the build included.
+
+    Compiling takes a minute or more per server on two cores and leaves attention as it is.
+    """
+    return ["--enforce-eager", "--max-model-len", "8192", "--dtype", model_dtype()]
 
 
 def engine_env(args: argparse.Namespace) -> dict[str, str]:
@@ -156,7 +161,7 @@ def run_server(
     flags += " --generation-config vllm --disable-uvicorn-access-log"
     # The engine gets time to end in order: relay logs its counters on the way out.
     flags += " --shutdown-timeout 10"
-    options = [*flags.split(), *ENGINE_FLAGS]
+    options = [*flags.split(), *engine_flags()]
     if system_kv is not None:
         options += [SYSTEM_KV_FLAG, str(system_kv)]
     env = engine_env(args)
@@ -243,6 +248,8 @@ def main() -> int:
         f"{args.requests} concurrent chats, one system prompt of {args.prompt_tokens:,} tokens, "
         f"{'two' if args.no_system_kv else 'three'} servers in turn.\nLogs and results: {folder}"
     )
+    if (dtype := model_dtype()) != "auto":
+        console.print(f"Models run in {dtype}: this CPU has no instructions for bf16 products.")
     try:
         runs = run_all(args, folder, console)
     except (RuntimeError, OSError, openai.OpenAIError) as error:
@@ -264,7 +271,7 @@ def main() -> int:
         return 1
     console.print()
     show_numbers(console, runs)
-    rows, columns = csv_rows(runs, args), source()
+    rows, columns = csv_rows(runs, args), source() | {"dtype": model_dtype()}
     written = [write_csv(folder / "demo.csv", rows, columns)]
     if args.save:
         written.append(write_csv(RESULTS / "demo.csv", rows, columns))

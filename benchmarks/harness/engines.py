@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.environment import engine_environment
+from benchmarks.harness.environment import engine_environment, model_dtype
 from vllm_relay import metrics
 from vllm_relay.lifetime import ended_in_order
 from vllm_relay.serving.agreement import Answer
@@ -29,7 +29,7 @@ class BenchWorker:
         return metrics.counters()
 
     def gemm_rate(self) -> float:
-        """Operations per second of a bf16 matrix product on the engine's threads."""
+        """Operations per second of a matrix product on the engine's threads."""
         from benchmarks.harness.roofline import gemm_rate
 
         return gemm_rate()
@@ -108,6 +108,7 @@ class Engine:
             max_num_seqs=limits.max_num_seqs,
             num_gpu_blocks_override=limits.kv_blocks,
             enforce_eager=limits.eager,
+            dtype=model_dtype(),
             enable_prefix_caching=system.caching,
             worker_extension_cls="benchmarks.harness.engines.BenchWorker",
             **({} if share is None else {"gpu_memory_utilization": share}),
@@ -129,7 +130,7 @@ class Engine:
             raise RuntimeError("vLLM did not empty its prefix cache: requests are running")
 
     def gemm_rate(self) -> float:
-        """Operations per second of a bf16 matrix product on the engine's threads."""
+        """Operations per second of a matrix product on the engine's threads."""
         return float(self._llm.collective_rpc("gemm_rate")[0])
 
     def finish(
@@ -198,7 +199,8 @@ def build_files(
     model: Path, prefixes: Sequence[Sequence[int]], folder: Path, max_model_len: int
 ) -> list[Path]:
     """System-KV files of these token ids, made by ``vllm-relay build``."""
-    options = ["--enforce-eager", "--skip-tokenizer-init", "--max-model-len", str(max_model_len)]
+    options = ["--enforce-eager", "--skip-tokenizer-init", "--dtype", model_dtype()]
+    options += ["--max-model-len", str(max_model_len)]
     for number, prefix in enumerate(prefixes):
         source = folder / f"prefix-{number}.json"
         source.write_text(json.dumps(list(prefix)))

@@ -28,6 +28,21 @@ def model_path(root: Path = ROOT) -> Path:
     return path
 
 
+def multiplies_bf16() -> bool:
+    """True if oneDNN multiplies bf16 matrices on this CPU; PyTorch's own product is far slower."""
+    import torch  # takes seconds: --help should not wait for it
+
+    has_mkldnn = torch.backends.mkldnn.is_available()
+    return has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def model_dtype() -> str:
+    """vLLM's ``--dtype`` of compared engines: float32 on a CPU that lacks bf16, else "auto"."""
+    import torch
+
+    return "auto" if torch.version.cuda or multiplies_bf16() else "float32"
+
+
 def kv_gib() -> int:
     """GiB of KV cache per CPU engine: ``VLLM_CPU_KVCACHE_SPACE``, else 2."""
     return int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2"))

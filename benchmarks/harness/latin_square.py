@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness.engines import Engine, Limits, engines
-from benchmarks.harness.environment import HUGE_PAGES, kv_gib
+from benchmarks.harness.environment import HUGE_PAGES, kv_gib, model_dtype
 from benchmarks.harness.result_csv import Row, save
 from benchmarks.harness.terminal import add_eager, add_save, at_least, make_console, step
 from vllm_relay.serving.agreement import Answer, Distance, WrongAnswers, distance
@@ -267,10 +267,18 @@ def checked(
     return measured
 
 
-def save_engines(console: Console, name: str, rows: Sequence[Row], eager: bool) -> Path:
-    """Writes a CSV with provenance, the mode and the memory settings of the engines."""
+def save_engines(
+    console: Console, name: str, rows: Sequence[Row], eager: bool, dtype: str | None = None
+) -> Path:
+    """Writes a CSV with provenance, the mode and the memory settings of the engines.
+
+    Args:
+        dtype: vLLM's ``--dtype`` of the engines; None: `model_dtype`. "auto" is not said.
+    """
     memory = {key.lower(): value for key, value in HUGE_PAGES.items()}
-    return save(console, name, rows, mode="eager" if eager else "compiled", **memory)
+    mode, dtype = "eager" if eager else "compiled", dtype or model_dtype()
+    mode += "" if dtype == "auto" else f", {dtype}"
+    return save(console, name, rows, mode=mode, **memory)
 
 
 # Columns of `Measured.rows` in tables of the terminal and of the report.

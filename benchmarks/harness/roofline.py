@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness.environment import multiplies_bf16
+
 _SIDE = 2048
 _BYTES = 256 << 20
 
@@ -26,10 +28,10 @@ def median_seconds(call: Callable[[], Any], rounds: int = 9) -> float:
 def gemm_rate() -> float:
     """Operations per second of PyTorch's product of two square matrices.
 
-    Of bf16; of float32 where oneDNN has no bf16 product, and PyTorch's own is far slower.
+    They hold bf16, or float32 on a CPU that lacks bf16.
     """
     a, b = torch.randn(2, _SIDE, _SIDE)
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if multiplies_bf16():
         a, b = a.bfloat16(), b.bfloat16()
     return 2 * _SIDE**3 / median_seconds(lambda: a @ b)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.engines import KV_BLOCK
+from benchmarks.harness.environment import model_dtype
 from vllm_relay.explain.trace import HASHED_BLOCK
 from vllm_relay.serving.processes import beside_python
 
@@ -61,7 +62,8 @@ def explain(log: Path, *options: Any) -> dict[str, Any]:
         RuntimeError: the log is refused.
     """
     command = beside_python("vllm-relay", "explain", str(log), "--json", "--max-levels", "3")
-    command += ["--block-tokens", str(KV_BLOCK), *map(str, options)]
+    command += ["--block-tokens", str(KV_BLOCK), "--dtype", model_dtype()]
+    command += map(str, options)
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr.strip())

@@ -12,10 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.harness.chat import Agreement, ChatAnswer, agreement, lead
+from benchmarks.harness.environment import model_dtype
 
 SHOWN = 6  # answers printed in full
-# Effect of rounding on this bf16 model's log-probabilities (nats), should the control show less.
-ROUNDING = 0.03
+# Effect of rounding on this model's log-probabilities (nats), should the control show less.
+ROUNDING = {"auto": 0.03, "float32": 0.001}
 # Key in the result of `vllm bench serve`, CSV column, title in the table.
 BENCH_METRICS = (
     ("median_ttft_ms", "ttft_median_ms", "TTFT, median (ms, lower is better)"),
@@ -92,10 +93,10 @@ def show_agreement(console: Console, runs: list[Run]) -> bool:
         show_partings(console, first, run, found[run.label])
     if any(other.partings for other in found.values()):
         console.print(
-            "[dim]In small bf16 models two tokens often nearly tie; sums in another order can then "
+            "[dim]In small models two tokens often nearly tie; sums in another order can then "
             "flip the choice.[/]"
         )
-    limit = 2 * max(control.mean, ROUNDING)
+    limit = 2 * max(control.mean, ROUNDING[model_dtype()])
     for label, other in found.items():
         verdict = "[green]passed" if other.mean <= limit else "[red]failed"
         console.print(

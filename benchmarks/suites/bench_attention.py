@@ -231,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     show(console, rows)
     if args.save:
-        save_engines(console, "attention", rows, eager=True)
+        save_engines(console, "attention", rows, eager=True, dtype="auto")
     return 0
 
 

@@ -9,7 +9,7 @@ The model has 4 layers, by default with 16 query and 16 KV heads of size 128 (at
 in that shape), and random weights of realistic scale; ``--model`` takes a real one in its place.
 ``--shared 0`` is a batch with nothing shared: the plugin's overhead, and the throughput without a
 prefix. Every measurement has two ceilings: an engine that skips attention (Hydragen's, arXiv
-2402.05099), and the arithmetic of the prefix at the rate of a bf16 matrix product of the same run.
+2402.05099), and the arithmetic of the prefix at the rate of a matrix product of the same run.
 """
 
 import argparse

@@ -255,7 +255,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = [{**of_all, **row} for row in rows]
     show(console, rows)
     if args.save:
-        latin_square.save_engines(console, "llama_cpp", rows, args.eager)
+        latin_square.save_engines(console, "llama_cpp", rows, args.eager, dtype="auto")
     return 0
 
 

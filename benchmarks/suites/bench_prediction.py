@@ -28,7 +28,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.harness.engines import Limits, engines
-from benchmarks.harness.environment import engine_environment
+from benchmarks.harness.environment import engine_environment, model_dtype
 from benchmarks.harness.latin_square import (
     Measured,
     Round,
@@ -76,6 +76,7 @@ def measured_costs(heads: tuple[int, int, int]) -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder, engine_environment():
         os.environ["VLLM_RELAY_DEVICES"] = str(Path(folder) / "devices.json")
         command = beside_python("vllm-relay", "calibrate", "--shape", "/".join(map(str, heads)))
+        command += ["--dtype", model_dtype()]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
         yield
 
@@ -153,6 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=at_least(3), default=48, help="tokens of each request")
     args = parser.parse_args(argv)
     console, rows = make_console(), []
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB: the largest case, in float32, too
     cases = CASES[: args.cases]
     longest = max(shared + own for _, _, shared, own in cases) + args.steps
     limits = Limits(longest, max(requests for requests, *_ in cases), eager=args.eager)

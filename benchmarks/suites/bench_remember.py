@@ -27,7 +27,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.harness.environment import HUGE_PAGES, model_path
+from benchmarks.harness.environment import HUGE_PAGES, model_dtype, model_path
 from benchmarks.harness.latin_square import save_engines
 from benchmarks.harness.terminal import add_save, at_least, make_console, step
 from vllm_relay.lifetime import ended_in_order
@@ -98,6 +98,7 @@ def remembering(
     """A server of SmolLM2 that remembers in ``kept``, with this many blocks of KV cache."""
     settings = {"system_kv": {"remember": str(kept), "pins": True}}
     flags = ["--enforce-eager", "--attention-backend", "relay", "--shutdown-timeout", "60"]
+    flags += ["--dtype", model_dtype()]
     flags += ["--additional-config", json.dumps({"relay": settings})]
     flags += ["--max-model-len", "8192", "--max-num-seqs", "32", "--block-size", str(BLOCK)]
     flags += ["--num-gpu-blocks-override", str(blocks)]
@@ -151,7 +152,7 @@ def first_tokens(args: argparse.Namespace, folder: Path, report: Report) -> list
 def decode(args: argparse.Namespace, folder: Path, report: Report) -> list[Row]:
     """Rows of all windows of decoding, with a round of saving and without."""
     kept = folder / "kept"
-    per_token = 23_040  # bytes of KV, SmolLM2 in bf16
+    per_token = 46_080 if model_dtype() == "float32" else 23_040  # bytes of SmolLM2's KV
     tokens = args.prompt_tokens // BLOCK * BLOCK
     count = -(-int(args.gb * 1e9) // (per_token * tokens))
     blocks = 2 * count * (tokens // BLOCK + 1) + 32 * (args.generate // BLOCK + 2)

@@ -24,7 +24,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.harness.environment import HUGE_PAGES, kv_gib
+from benchmarks.harness.environment import HUGE_PAGES, kv_gib, model_dtype
 from benchmarks.harness.latin_square import save_engines
 from benchmarks.harness.random_model import VOCABULARY, write_random_model
 from benchmarks.harness.terminal import add_save, at_least, make_console, step
@@ -82,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     distinct = len({x for blocks in requests for x in blocks})
     kv_blocks = max(max(map(len, requests)) + 2, int(args.share * distinct))
     flags = ["--enforce-eager", "--skip-tokenizer-init", "--attention-backend", "relay"]
+    flags += ["--dtype", model_dtype()]
     flags += ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(kv_blocks)]
     flags += ["--max-model-len", str(BLOCK * max(map(len, requests)) + 2)]
     flags += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.harness import traces
 from benchmarks.harness.chat import asked, licence_prompt
-from benchmarks.harness.environment import HUGE_PAGES, kv_gib, model_path
+from benchmarks.harness.environment import HUGE_PAGES, kv_gib, model_dtype, model_path
 from benchmarks.harness.latin_square import save_engines
 from benchmarks.harness.terminal import add_eager, add_save, at_least, make_console, step
 from benchmarks.report.serving_figures import title_of
@@ -185,7 +185,7 @@ def main(argv: list[str] | None = None) -> int:
     keys = [x for x in args.systems if args.dataset == "chat" or not SYSTEMS[x].system_kv]
     # The client's own prompts do not have exactly the lengths that they are to have.
     flags = ["--max-model-len", str(args.prefix_tokens + LONGER)]
-    flags += ["--enforce-eager"] if args.eager else []
+    flags += ["--dtype", model_dtype(), *(["--enforce-eager"] if args.eager else [])]
     flags += ["--max-num-seqs", str(args.requests)]
     from transformers import AutoTokenizer
 

@@ -47,7 +47,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Scripts write their CSVs here."""
     prov = result_csv.source()
 
-    def save(console: Any, name: str, rows: Any, eager: bool) -> Path:
+    def save(console: Any, name: str, rows: Any, eager: bool, dtype: str = "auto") -> Path:
         columns = prov | {"mode": "eager" if eager else "compiled"}
         return result_csv.write_csv(tmp_path / f"{name}.csv", rows, columns)
 

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from benchmarks import demo
-from benchmarks.harness import chat, environment, result_csv
+from benchmarks.harness import chat, environment, latin_square, result_csv
 from benchmarks.report import demo_tables
 from vllm_relay.serving import commands, processes
 
@@ -357,6 +358,26 @@ def test_csv_carries_provenance_and_never_overwrites(tmp_path: Path) -> None:
 def test_missing_model_names_the_command(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="make model"):
         environment.model_path(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "bf16", "dtype", "mode"),
+    [
+        (None, True, "auto", "compiled"),
+        (None, False, "float32", "compiled, float32"),
+        ("13.0", False, "auto", "compiled"),
+    ],
+)
+def test_a_cpu_that_lacks_bf16_runs_models_in_float32(
+    cuda: str | None, bf16: bool, dtype: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: bf16)
+    assert demo.engine_flags()[-2:] == ["--dtype", dtype]
+    saved: dict[str, Any] = {}
+    monkeypatch.setattr(latin_square, "save", lambda *_, **columns: saved.update(columns))
+    latin_square.save_engines(Console(), "tree", [{}], eager=False)
+    assert saved["mode"] == mode
 
 
 def test_provenance_names_no_folder_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
