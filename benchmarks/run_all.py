@@ -47,6 +47,7 @@ RUNS = (
     Run("serving", None, f"--prefix-tokens 4000 {TO_SATURATION}"),
     Run("serving", None, "--dataset prefix_repetition --prefix-tokens 2048 --prefixes 2"),
     Run("serving", None, "--dataset random --prefix-tokens 2048"),
+    Run("system_kv", None, ""),
     Run(
         "throughput",
         "--prefix 64 2048 --requests 16 --repeats 3 --eager",

@@ -79,10 +79,10 @@ SECTIONS = (
         )
     ),
     Section(
-        "system-kv", "Starting with the system prompt in the cache",
+        "system_kv", "Starting with the system prompt in the cache",
         "`vllm serve` with relay, started with a KV file of the system prompt and without one: the "
         "first request after a start, and one more after other prompts have evicted the KV cache. "
-        "`make bench` does not measure it.",
+        "`make bench` leaves it out.",
         comparison_figures.system_kv, lambda rows: [],
         learned=comparison_figures.first_token,
     ),

@@ -29,17 +29,17 @@ from tokenizers import Tokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.harness.chat import first_ttft, licence_prompt
-from benchmarks.harness.environment import MODEL_NAME, OFFLINE, model_path
+from benchmarks.harness.environment import HUGE_PAGES, MODEL_NAME, OFFLINE, model_dtype, model_path
+from benchmarks.harness.latin_square import save_engines
 from benchmarks.harness.random_model import VOCABULARY, write_random_model
-from benchmarks.harness.result_csv import save
-from benchmarks.harness.terminal import step
+from benchmarks.harness.terminal import add_eager, add_save, step
 from vllm_relay.serving.commands import build_system_kv
 from vllm_relay.serving.processes import Server, run, serving
 from vllm_relay.system_kv.file import SystemKVFile
 
 BLOCK = 128
 MAX_MODEL_LEN = 8192
-ENV = {"VLLM_CPU_KVCACHE_SPACE": "2"}
+ENV = {"VLLM_CPU_KVCACHE_SPACE": "2", **HUGE_PAGES}
 Row = dict[str, Any]
 
 
@@ -62,7 +62,8 @@ def first_token(args: argparse.Namespace, folder: Path, console: Console) -> lis
     prompt = folder / "licence.txt"
     prompt.write_text(system)
     with step(console, "build system KV") as report:
-        flags = ["--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN)]
+        flags = ["--dtype", model_dtype(), "--max-model-len", str(MAX_MODEL_LEN)]
+        flags += ["--enforce-eager"] if args.eager else []
         options = ["--system-prompt", str(prompt), *flags]
         file = build_system_kv(model, prompt.with_suffix(".relay"), options, env=ENV, report=report)
     flags += ["--served-model-name", MODEL_NAME, "--attention-backend", "relay"]
@@ -93,7 +94,8 @@ import sys
 from vllm import LLM
 if __name__ == "__main__":
     LLM(sys.argv[1], skip_tokenizer_init=True, max_model_len=16384, enforce_eager=True,
-        attention_backend="relay", additional_config={"relay": {"system_kv": sys.argv[2]}})
+        dtype=sys.argv[3], attention_backend="relay",
+        additional_config={"relay": {"system_kv": sys.argv[2]}})
 """
 
 
@@ -104,8 +106,9 @@ def load(args: argparse.Namespace, folder: Path, console: Console) -> list[Row]:
     (folder / "ids.json").write_text(str(ids))
     file = folder / "ids.relay"
     options = ["--enforce-eager", "--skip-tokenizer-init", "--token-ids", str(folder / "ids.json")]
+    options += ["--dtype", model_dtype(), "--max-model-len", "16384"]
     (folder / "load.py").write_text(LOAD)
-    command = [sys.executable, str(folder / "load.py"), str(model), str(file)]
+    command = [sys.executable, str(folder / "load.py"), str(model), str(file), model_dtype()]
     text = ""
     with step(console, "load") as report:
         report("building a file")
@@ -176,22 +179,23 @@ def show(console: Console, rows: list[Row]) -> None:
     console.print(table)
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--pairs", type=int, default=3, help="repetitions (default: 3)")
     parser.add_argument("--prompt-tokens", type=int, default=4000, help="of the system prompt")
     parser.add_argument("--blocks", type=int, default=100, help="of 128 tokens, the KV cache")
     parser.add_argument("--rounds", type=float, default=5.0, help="x the KV cache in other prompts")
     parser.add_argument("--load-tokens", type=int, default=8192, help="of the file that is loaded")
-    parser.add_argument("--save", action="store_true", help="also write benchmarks/results/")
-    args = parser.parse_args()
+    add_eager(parser)
+    add_save(parser)
+    args = parser.parse_args(argv)
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rows = first_token(args, folder, console) + load(args, folder, console)
     show(console, rows)
     if args.save:
-        save(console, "system-kv", rows)
+        save_engines(console, "system_kv", rows, args.eager)
     return 0
 
 

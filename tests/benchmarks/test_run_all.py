@@ -30,7 +30,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]
     return found
 
 
-@pytest.mark.parametrize(("grid", "count"), [([], 9), (["--full"], 17)])
+@pytest.mark.parametrize(("grid", "count"), [([], 9), (["--full"], 18)])
 def test_every_benchmark_runs_and_is_kept_whatever_fails(
     grid: list[str], count: int, commands: list[list[str]], monkeypatch: Any, capsys: Any
 ) -> None:
